@@ -1,0 +1,178 @@
+"""The custom op pair that all backends share: what PyTorch's compiler and autograd see.
+
+`flash_rosetta::forward` and `flash_rosetta::backward` are opaque to `torch.compile`: shapes come
+from the fake implementations, and the backend is chosen when the op runs, from real sizes.
+Tensors are 4-D here; `flash_rosetta.attention` checks arguments and adds what is left out.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from flash_rosetta import registry
+from flash_rosetta.problem import CausalAlignment, Problem, target_of
+
+
+def problem_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    causal_alignment: CausalAlignment,
+    scale: float,
+    needs_backward: bool,
+) -> Problem:
+    """The problem that 4-D tensors pose under PyTorch's current precision and determinism settings."""
+    return _problem(
+        q.shape,
+        k.shape,
+        v.shape[3],
+        q.dtype,
+        q.device,
+        is_causal,
+        causal_alignment,
+        scale,
+        torch.get_float32_matmul_precision() != "highest",
+        torch.are_deterministic_algorithms_enabled(),
+        needs_backward,
+    )
+
+
+@lru_cache(maxsize=4096)  # a call's host time goes mostly into building and hashing what repeats
+def _problem(
+    q_shape: torch.Size,
+    k_shape: torch.Size,
+    head_dim_v: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    is_causal: bool,
+    causal_alignment: CausalAlignment,
+    scale: float,
+    allow_tf32: bool,
+    deterministic: bool,
+    needs_backward: bool,
+) -> Problem:
+    batch, num_heads, seqlen_q, head_dim = q_shape
+    return Problem(
+        batch=batch,
+        num_heads=num_heads,
+        num_kv_heads=k_shape[1],
+        seqlen_q=seqlen_q,
+        seqlen_k=k_shape[2],
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        dtype=dtype,
+        is_causal=is_causal,
+        causal_alignment=causal_alignment,
+        scale=scale,
+        target=target_of(device),
+        allow_tf32=allow_tf32,
+        deterministic=deterministic,
+        needs_backward=needs_backward,
+    )
+
+
+def _lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _without_autocast(q: Tensor) -> AbstractContextManager:
+    """Keep autocast away from a backend's own PyTorch calls."""
+    if torch.is_autocast_enabled(q.device.type):
+        return torch.autocast(q.device.type, enabled=False)
+    return nullcontext()
+
+
+def _on_device_of(q: Tensor) -> AbstractContextManager:
+    if q.device.type == "cuda" and q.device.index != torch.cuda.current_device():
+        return torch.cuda.device(q.device)
+    return nullcontext()
+
+
+@torch.library.custom_op("flash_rosetta::forward", mutates_args=())
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    causal_alignment: str,
+    scale: float,
+    needs_backward: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    problem = problem_of(q, k, v, is_causal, causal_alignment, scale, needs_backward)
+    chosen = registry.resolve(backend, problem)
+    if problem.is_empty:
+        o = q.new_zeros(*q.shape[:3], v.shape[3])
+        return o, q.new_full(q.shape[:3], -torch.inf, dtype=_lse_dtype(q.dtype))
+    with _on_device_of(q), _without_autocast(q):
+        return chosen.forward(q, k, v, problem)
+
+
+@forward.register_fake
+def _(q, k, v, is_causal, causal_alignment, scale, needs_backward, backend):
+    o = q.new_empty(*q.shape[:3], v.shape[3])
+    return o, q.new_empty(q.shape[:3], dtype=_lse_dtype(q.dtype))
+
+
+@torch.library.custom_op("flash_rosetta::backward", mutates_args=())
+def backward(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    causal_alignment: str,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    problem = problem_of(q, k, v, is_causal, causal_alignment, scale, needs_backward=True)
+    chosen = registry.resolve(backend, problem)
+    if problem.is_empty:
+        return tuple(t.new_zeros(t.shape) for t in (q, k, v))
+    with _on_device_of(q), _without_autocast(q):
+        return chosen.backward(do, dlse, q, k, v, o, lse, problem)
+
+
+@backward.register_fake
+def _(do, dlse, q, k, v, o, lse, is_causal, causal_alignment, scale, backend):
+    return tuple(t.new_empty(t.shape) for t in (q, k, v))
+
+
+def _save_for_backward(ctx, inputs, output):
+    q, k, v, is_causal, causal_alignment, scale, _, backend = inputs
+    o, lse = output
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, o, lse)
+    ctx.options = is_causal, causal_alignment, scale, backend
+
+
+def _differentiate(ctx, do, dlse):
+    q, k, v, o, lse = ctx.saved_tensors
+    if do is None and dlse is None:
+        return (None,) * 8
+    if do is None:
+        do = o.new_zeros(()).expand_as(o)
+    grads = backward(do, dlse, q, k, v, o, lse, *ctx.options)
+    wanted = (
+        g if needed else None for g, needed in zip(grads, ctx.needs_input_grad[:3], strict=True)
+    )
+    return *wanted, None, None, None, None, None
+
+
+def _refuse(ctx, *grads):
+    raise NotImplementedError(
+        "flash_rosetta.attention is differentiable once: its backward has no derivative "
+        "(create_graph=True was asked for); compute second derivatives with plain PyTorch operations"
+    )
+
+
+forward.register_autograd(_differentiate, setup_context=_save_for_backward)
+backward.register_autograd(_refuse, setup_context=lambda ctx, inputs, output: None)
