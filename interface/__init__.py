@@ -5,14 +5,16 @@ them, `register` adds one. A backend is two functions, described by `Backend`.
 """
 
 from flash_rosetta.attention import Explanation, attention, explain
-from flash_rosetta.backend import Backend, Unsupported
+from flash_rosetta.backend import Backend, Compilable, KernelReport, Unsupported
 from flash_rosetta.problem import Inputs, Problem
 from flash_rosetta.registry import get, names, register
 
 __all__ = [
     "Backend",
+    "Compilable",
     "Explanation",
     "Inputs",
+    "KernelReport",
     "Problem",
     "Unsupported",
     "attention",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -53,6 +54,34 @@ class Backend(Protocol):
         `o` and `lse` are what `forward` returned. `do` is o's gradient; `dlse`, if not None, is
         lse's, which enters through delta = rowsum(do * o) - dlse. A row that sees no key has zero
         gradients, whatever its dlse.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """What a compiler made of one kernel, read off without running it.
+
+    `registers` and `spill_bytes` are per thread, `shared_bytes` per thread block (static and
+    dynamic). `assembly` is PTX or SASS text.
+    """
+
+    kernel: str
+    target: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    assembly: str
+
+
+@runtime_checkable
+class Compilable(Protocol):
+    """A backend that can compile without a GPU, which lets the suite inspect what it would run."""
+
+    def compile_only(self, problem: Problem) -> list[KernelReport]:
+        """Compile every kernel of `problem` for `problem.target` ("sm_80", "sm_90", ...).
+
+        Forward kernels, and with `problem.needs_backward` also the backward's.
         """
         ...
 
