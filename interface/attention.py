@@ -210,7 +210,8 @@ def _check_options(q: Tensor, is_causal: bool, causal_alignment: str, scale: flo
             f"causal_alignment must be 'top_left' or 'bottom_right', got {causal_alignment!r}"
         )
     if scale is None:
-        return q.shape[-1] ** -0.5
+        default: float = q.shape[-1] ** -0.5
+        return default
     if isinstance(scale, bool | Tensor) or not hasattr(scale, "__float__"):
         raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
     scale = float(scale)

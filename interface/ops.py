@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -22,11 +23,11 @@ def problem_of(
     k: Tensor,
     v: Tensor,
     is_causal: bool,
-    causal_alignment: CausalAlignment,
+    causal_alignment: str,
     scale: float,
     needs_backward: bool,
 ) -> Problem:
-    """The problem that 4-D tensors pose under PyTorch's current precision and determinism settings."""
+    """The problem that 4-D tensors pose under PyTorch's precision and determinism settings."""
     return _problem(
         q.shape,
         k.shape,
@@ -50,7 +51,7 @@ def _problem(
     dtype: torch.dtype,
     device: torch.device,
     is_causal: bool,
-    causal_alignment: CausalAlignment,
+    causal_alignment: str,
     scale: float,
     allow_tf32: bool,
     deterministic: bool,
@@ -67,7 +68,7 @@ def _problem(
         head_dim_v=head_dim_v,
         dtype=dtype,
         is_causal=is_causal,
-        causal_alignment=causal_alignment,
+        causal_alignment=cast(CausalAlignment, causal_alignment),  # Problem checks it
         scale=scale,
         target=target_of(device),
         allow_tf32=allow_tf32,
@@ -80,14 +81,14 @@ def _lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _without_autocast(q: Tensor) -> AbstractContextManager:
+def _without_autocast(q: Tensor) -> AbstractContextManager[None]:
     """Keep autocast away from a backend's own PyTorch calls."""
     if torch.is_autocast_enabled(q.device.type):
         return torch.autocast(q.device.type, enabled=False)
     return nullcontext()
 
 
-def _on_device_of(q: Tensor) -> AbstractContextManager:
+def _on_device_of(q: Tensor) -> AbstractContextManager[None]:
     if q.device.type == "cuda" and q.device.index != torch.cuda.current_device():
         return torch.cuda.device(q.device)
     return nullcontext()
@@ -136,7 +137,7 @@ def backward(
     problem = problem_of(q, k, v, is_causal, causal_alignment, scale, needs_backward=True)
     chosen = registry.resolve(backend, problem)
     if problem.is_empty:
-        return tuple(t.new_zeros(t.shape) for t in (q, k, v))
+        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     with _on_device_of(q), _without_autocast(q):
         return chosen.backward(do, dlse, q, k, v, o, lse, problem)
 
@@ -170,7 +171,7 @@ def _differentiate(ctx, do, dlse):
 def _refuse(ctx, *grads):
     raise NotImplementedError(
         "flash_rosetta.attention is differentiable once: its backward has no derivative "
-        "(create_graph=True was asked for); compute second derivatives with plain PyTorch operations"
+        "(create_graph=True was asked for); compute second derivatives with plain PyTorch"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -100,7 +100,8 @@ class Problem:
             )
         if self.causal_alignment not in get_args(CausalAlignment):
             raise ValueError(
-                f"causal_alignment must be 'top_left' or 'bottom_right', got {self.causal_alignment!r}"
+                "causal_alignment must be 'top_left' or 'bottom_right', "
+                f"got {self.causal_alignment!r}"
             )
 
     @property
@@ -123,7 +124,7 @@ class Problem:
         """Unmasked (query, key) pairs of one head, counted exactly."""
         if not self.is_causal:
             return self.seqlen_q * self.seqlen_k
-        # Query i sees clamp(i + 1 + offset, 0, seqlen_k) keys: an arithmetic series, then a plateau.
+        # Query i sees clamp(i + 1 + offset, 0, seqlen_k) keys: a growing series, then a plateau.
         first = max(0, -self.causal_offset)
         plateau = min(self.seqlen_q, max(first, self.seqlen_k - self.causal_offset))
         growing = plateau - first
@@ -157,7 +158,7 @@ class Problem:
 
     @property
     def id(self) -> str:
-        """A short readable name, unique among problems of one target; `Problem.parse` reads it back."""
+        """A short name, unique among problems of one target; `Problem.parse` reads it back."""
         parts = [f"b{self.batch}", f"h{self.num_heads}"]
         if self.num_kv_heads != self.num_heads:
             parts.append(f"kv{self.num_kv_heads}")
@@ -186,7 +187,7 @@ class Problem:
         flags = {"tf32": "allow_tf32", "det": "deterministic", "bwd": "needs_backward"}
         dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
         alignments = {name: alignment for alignment, name in _ALIGNMENT_NAMES.items()}
-        fields: dict = {"target": target}
+        fields: dict[str, Any] = {"target": target}
         for part in text.split("_"):
             if part in dtypes:
                 fields["dtype"] = dtypes[part]

@@ -89,7 +89,7 @@ def why_not(name: str, problem: Problem) -> list[str]:
 
 @lru_cache(maxsize=4096)
 def resolve(name: str, problem: Problem) -> Backend:
-    """The backend that runs `problem`: `name` itself, or for "auto" the first of AUTO_ORDER that can.
+    """The backend that runs `problem`: `name`, or for "auto" the first of AUTO_ORDER that can.
 
     Raises Unsupported with every reason when there is none; never falls back from a name.
     """
