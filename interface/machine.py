@@ -35,13 +35,13 @@ def describe(device: int | None = None) -> dict[str, Any]:
     """
     return {
         "commit": commit(),
-        "flash-rosetta": _version("flash-rosetta"),
+        "flash-rosetta": package_version("flash-rosetta"),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": _cpu_name(),
         "cpu_cores": os.cpu_count(),
-        "torch": torch.__version__,
-        **{package: _version(package) for package in PACKAGES},
+        "torch": str(torch.__version__),
+        **{package: package_version(package) for package in PACKAGES},
         "cuda": torch.version.cuda,
         "cudnn": _cudnn_version(),
         **_card(device),
@@ -76,7 +76,8 @@ def _output(*command: str) -> str | None:
     return done.stdout.strip()
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """The installed version of a package, None if it is not installed. Imports nothing."""
     try:
         return version(package)
     except PackageNotFoundError:
