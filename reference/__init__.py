@@ -1,0 +1,40 @@
+"""Attention in plain PyTorch: the oracle, and FlashAttention tile by tile.
+
+`backend` runs `tiled`, so that the text which the kernels translate is itself under test. It takes
+every problem of the contract, fp64 and any head_dim_v included, on any device.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flash_rosetta.problem import Problem
+from flash_rosetta.reference import tiled
+
+
+class ReferenceBackend:
+    """FlashAttention-2 in PyTorch loops; deterministic, linear in memory, and slow."""
+
+    name = "reference"
+
+    def why_not(self, problem: Problem) -> list[str]:
+        return []
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+        return tiled.forward(q, k, v, problem)
+
+    def backward(
+        self,
+        do: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        problem: Problem,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return tiled.backward(do, dlse, q, k, v, o, lse, problem)
+
+
+backend = ReferenceBackend()

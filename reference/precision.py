@@ -1,0 +1,34 @@
+"""The precision of PyTorch's own fp32 matrix products, pinned to what a problem allows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from flash_rosetta.problem import Problem
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of scores, statistics and sums: fp64 for fp64 operands, fp32 for all others."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@contextmanager
+def matmul_precision(problem: Problem) -> Iterator[None]:
+    """Within it, fp32 products are exact fp32, or TF32 where `problem` is fp32 and allows it.
+
+    fp16 and bf16 operands are multiplied as fp32 numbers, so that they too need exact products,
+    whatever the user's setting says: on a CPU "medium" would round them to bf16.
+    """
+    wanted = "high" if problem.dtype == torch.float32 and problem.allow_tf32 else "highest"
+    if problem.dtype == torch.float64 or torch.get_float32_matmul_precision() == wanted:
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(wanted)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
