@@ -1,0 +1,348 @@
+"""FlashAttention-2 backward in Triton (arXiv 2307.08691, algorithm 2), in two passes.
+
+Shapes
+    do, o, q, dq [batch, num_heads, seqlen_q, head_dim]
+    k, v, dk, dv [batch, num_kv_heads, seqlen_k, head_dim]; lse, dlse [batch, num_heads, seqlen_q]
+
+Steps, one kernel each
+    1. preprocess: delta = rowsum(dO * O) - dlse, and lse in base 2
+    2. dk/dv: a program owns a key tile of one key/value head and visits the query tiles that see it
+    3. dq: a program owns a query tile of one head and visits the key tiles that it sees
+Both passes recompute P = exp(S - lse). The GEMMs, numbered as in the reference:
+    (1) S = Q K^T   (2) dV = P^T dO   (3) dP = dO V^T   (4) dQ = dS K   (5) dK = dS^T Q
+    with dS = P * (dP - delta). Two passes repeat (1) and (3), seven GEMMs where one pass has five,
+    but need no atomics: every output is written once, by one program, in a fixed order.
+
+Constraints
+    head_dim 1 to 256, padded to a power of two in the tile; fp16, bf16, fp32; any strides.
+
+What lives where
+    registers: dK and dV [tile_k, head_dim] or dQ [tile_q, head_dim] in fp32; S, P, dP, dS tiles.
+        The dk/dv pass computes S and dP transposed, so that P^T and dS^T are the left operands of
+        (2) and (5) as they stand in registers.
+    shared memory: the tiles a program owns, and a ring of num_stages tiles it visits
+    HBM: the inputs, dq, dk, dv, and 8 bytes a query row for delta and the base-2 lse, whose rows
+        are padded to a whole tile: past seqlen_q, and where a row sees no key, lse is +inf, which
+        makes P zero without a mask
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flash_rosetta.problem import Problem
+from flash_rosetta.triton_impl.forward import key_ranges, visible
+from flash_rosetta.triton_impl.launch import Launch, dot_precision
+from flash_rosetta.triton_impl.tiles import padded_head_dim, tiles_for
+from flash_rosetta.triton_impl.tiling import can_use_tma, load_tile, operand, store_tile
+
+STATS_TILE = 128
+"""Rows of the padding of delta and lse: a multiple of every tile_q."""
+
+
+def plan_backward(
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, problem: Problem
+) -> tuple[list[Launch], Tensor, Tensor, Tensor]:
+    """The three launches that compute dq, dk and dv, and the tensors they will fill."""
+    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    padded_rows = triton.cdiv(problem.seqlen_q, STATS_TILE) * STATS_TILE
+    stats = torch.empty((2, *q.shape[:2], padded_rows), dtype=torch.float32, device=q.device)
+    lse2, delta = stats
+
+    tiles = tiles_for(problem)
+    width = padded_head_dim(problem.head_dim)
+    tma = can_use_tma(problem.target, q, k, v, do, dq, dk, dv)
+    sizes = (problem.seqlen_q, problem.seqlen_k, problem.head_dim, problem.causal_offset, padded_rows)
+    common = {
+        "HEAD_DIM": width,
+        "IS_CAUSAL": problem.is_causal,
+        "TMA": tma,
+        "PRECISION": dot_precision(problem),
+    }
+    preprocess = Launch(
+        preprocess_kernel,
+        grid=triton.cdiv(padded_rows, STATS_TILE) * problem.num_heads * problem.batch,
+        args=(
+            operand(o, STATS_TILE, width, False),
+            operand(do, STATS_TILE, width, False),
+            lse,
+            lse if dlse is None else dlse,
+            *(lse if dlse is None else dlse).stride(),
+            lse2,
+            delta,
+            problem.num_heads,
+            problem.seqlen_q,
+            problem.head_dim,
+            padded_rows,
+        ),
+        options={"HEAD_DIM": width, "ROWS": STATS_TILE, "HAS_DLSE": dlse is not None, "num_warps": 8},
+    )
+    tile = tiles.dkdv
+    dkdv = Launch(
+        dkdv_kernel,
+        grid=triton.cdiv(problem.seqlen_k, tile.tile_k) * problem.num_kv_heads * problem.batch,
+        args=(
+            operand(q, tile.tile_q, width, tma),
+            operand(k, tile.tile_k, width, tma),
+            operand(v, tile.tile_k, width, tma),
+            operand(do, tile.tile_q, width, tma),
+            operand(dk, tile.tile_k, width, tma),
+            operand(dv, tile.tile_k, width, tma),
+            lse2,
+            delta,
+            problem.scale,
+            problem.scale * math.log2(math.e),
+            problem.num_kv_heads,
+            problem.group_size,
+            *sizes,
+        ),
+        options=common
+        | {
+            "TILE_Q": tile.tile_q,
+            "TILE_K": tile.tile_k,
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+        },
+    )
+    tile = tiles.dq
+    dq_launch = Launch(
+        dq_kernel,
+        grid=triton.cdiv(problem.seqlen_q, tile.tile_q) * problem.num_heads * problem.batch,
+        args=(
+            operand(q, tile.tile_q, width, tma),
+            operand(k, tile.tile_k, width, tma),
+            operand(v, tile.tile_k, width, tma),
+            operand(do, tile.tile_q, width, tma),
+            operand(dq, tile.tile_q, width, tma),
+            lse2,
+            delta,
+            problem.scale,
+            problem.scale * math.log2(math.e),
+            problem.num_heads,
+            problem.group_size,
+            *sizes,
+        ),
+        options=common
+        | {
+            "TILE_Q": tile.tile_q,
+            "TILE_K": tile.tile_k,
+            "EVEN_K": problem.seqlen_k % tile.tile_k == 0,
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+        },
+    )
+    return [preprocess, dkdv, dq_launch], dq, dk, dv
+
+
+@triton.jit
+def preprocess_kernel(
+    o,
+    do,
+    lse,
+    dlse,
+    dlse_stride_batch,
+    dlse_stride_head,
+    dlse_stride_row,
+    lse2,
+    delta,
+    num_heads,
+    seqlen_q,
+    head_dim,
+    padded_rows,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+):
+    tile = tl.program_id(0) % (padded_rows // ROWS)
+    batch_head = tl.program_id(0) // (padded_rows // ROWS)
+    batch = batch_head // num_heads
+    head = batch_head % num_heads
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    inside = rows < seqlen_q
+
+    o_tile = load_tile(o, batch, head, tile * ROWS, seqlen_q, head_dim, ROWS, HEAD_DIM, False)
+    do_tile = load_tile(do, batch, head, tile * ROWS, seqlen_q, head_dim, ROWS, HEAD_DIM, False)
+    delta_rows = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
+    if HAS_DLSE:
+        dlse_base = dlse + batch.to(tl.int64) * dlse_stride_batch + head.to(tl.int64) * dlse_stride_head
+        delta_rows -= tl.load(dlse_base + rows.to(tl.int64) * dlse_stride_row, mask=inside, other=0.0)
+    lse_rows = tl.load(lse + batch_head.to(tl.int64) * seqlen_q + rows, mask=inside, other=float("-inf"))
+    sees_no_key = lse_rows == float("-inf")
+    stats_offset = batch_head.to(tl.int64) * padded_rows + rows
+    log2_e: tl.constexpr = 1.4426950408889634
+    tl.store(lse2 + stats_offset, tl.where(sees_no_key, float("inf"), lse_rows * log2_e))
+    tl.store(delta + stats_offset, tl.where(sees_no_key, 0.0, delta_rows))
+
+
+@triton.jit
+def dkdv_kernel(
+    q,
+    k,
+    v,
+    do,
+    dk,
+    dv,
+    lse2,
+    delta,
+    scale,
+    scale_log2,
+    num_kv_heads,
+    group_size,
+    seqlen_q,
+    seqlen_k,
+    head_dim,
+    causal_offset,
+    padded_rows,
+    HEAD_DIM: tl.constexpr,
+    TILE_Q: tl.constexpr,
+    TILE_K: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    # In a causal problem the first key tile is seen by the most queries, and starts first.
+    num_tiles = tl.cdiv(seqlen_k, TILE_K)
+    k_start = tl.program_id(0) % num_tiles * TILE_K
+    batch_head = tl.program_id(0) // num_tiles
+    batch = batch_head // num_kv_heads
+    kv_head = batch_head % num_kv_heads
+
+    # Queries [first, full) see some of the tile's keys, queries [full, seqlen_q) see all.
+    first = 0
+    full = 0
+    if IS_CAUSAL:
+        first = tl.minimum(tl.maximum(k_start - causal_offset, 0), seqlen_q) // TILE_Q * TILE_Q
+        full = tl.maximum(k_start + TILE_K - 1 - causal_offset, 0)
+        full = tl.minimum(tl.cdiv(full, TILE_Q) * TILE_Q, tl.cdiv(seqlen_q, TILE_Q) * TILE_Q)
+
+    k_tile = load_tile(k, batch, kv_head, k_start, seqlen_k, head_dim, TILE_K, HEAD_DIM, TMA)
+    v_tile = load_tile(v, batch, kv_head, k_start, seqlen_k, head_dim, TILE_K, HEAD_DIM, TMA)
+    dk_acc = tl.zeros([TILE_K, HEAD_DIM], tl.float32)
+    dv_acc = tl.zeros([TILE_K, HEAD_DIM], tl.float32)
+    for head in range(kv_head * group_size, (kv_head + 1) * group_size):
+        stats_offset = tl.cast(batch * num_kv_heads * group_size + head, tl.int64) * padded_rows
+        if IS_CAUSAL:
+            dk_acc, dv_acc = accumulate_dkdv(
+                dk_acc, dv_acc, q, k_tile, v_tile, do, lse2 + stats_offset, delta + stats_offset, batch, head,
+                first, full, k_start, scale_log2, seqlen_q, seqlen_k, head_dim, causal_offset,
+                True, HEAD_DIM, TILE_Q, TILE_K, TMA, PRECISION,
+            )  # fmt: skip
+        dk_acc, dv_acc = accumulate_dkdv(
+            dk_acc, dv_acc, q, k_tile, v_tile, do, lse2 + stats_offset, delta + stats_offset, batch, head,
+            full, seqlen_q, k_start, scale_log2, seqlen_q, seqlen_k, head_dim, causal_offset,
+            False, HEAD_DIM, TILE_Q, TILE_K, TMA, PRECISION,
+        )  # fmt: skip
+    dk_tile = (dk_acc * scale).to(k_tile.dtype)
+    dv_tile = dv_acc.to(v_tile.dtype)
+    store_tile(dk, dk_tile, batch, kv_head, k_start, seqlen_k, head_dim, TILE_K, HEAD_DIM, TMA)
+    store_tile(dv, dv_tile, batch, kv_head, k_start, seqlen_k, head_dim, TILE_K, HEAD_DIM, TMA)
+
+
+@triton.jit
+def accumulate_dkdv(
+    dk_acc, dv_acc, q, k_tile, v_tile, do, lse2, delta, batch, head, start, end, k_start, scale_log2,
+    seqlen_q, seqlen_k, head_dim, causal_offset, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add what queries [start, end) of one head contribute to a key tile's dK and dV.
+
+    Rows past seqlen_k of the tile hold nonsense, which no product mixes into another row.
+    """
+    for q_start in tl.range(start, end, TILE_Q):
+        q_tile = load_tile(q, batch, head, q_start, seqlen_q, head_dim, TILE_Q, HEAD_DIM, TMA)
+        rows = q_start + tl.arange(0, TILE_Q)
+        lse2_rows = tl.load(lse2 + rows)
+        s_t = tl.dot(k_tile, q_tile.T, input_precision=PRECISION)  # (1) S^T [tile_k, tile_q]
+        p_t = tl.exp2(s_t * scale_log2 - lse2_rows[None, :])
+        if MASKED:
+            p_t = tl.where(visible(q_start, k_start, seqlen_k, causal_offset, TILE_Q, TILE_K, True).T, p_t, 0.0)
+        do_tile = load_tile(do, batch, head, q_start, seqlen_q, head_dim, TILE_Q, HEAD_DIM, TMA)
+        dv_acc = tl.dot(p_t.to(do_tile.dtype), do_tile, dv_acc, input_precision=PRECISION)  # (2) dV += P^T dO
+        dp_t = tl.dot(v_tile, do_tile.T, input_precision=PRECISION)  # (3) dP^T = V dO^T
+        delta_rows = tl.load(delta + rows)
+        ds_t = p_t * (dp_t - delta_rows[None, :])
+        dk_acc = tl.dot(ds_t.to(q_tile.dtype), q_tile, dk_acc, input_precision=PRECISION)  # (5) dK += dS^T Q
+    return dk_acc, dv_acc
+
+
+@triton.jit
+def dq_kernel(
+    q,
+    k,
+    v,
+    do,
+    dq,
+    lse2,
+    delta,
+    scale,
+    scale_log2,
+    num_heads,
+    group_size,
+    seqlen_q,
+    seqlen_k,
+    head_dim,
+    causal_offset,
+    padded_rows,
+    HEAD_DIM: tl.constexpr,
+    TILE_Q: tl.constexpr,
+    TILE_K: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    # The order of programs is the forward's: neighbours share keys and values, the longest start first.
+    num_tiles = tl.cdiv(seqlen_q, TILE_Q)
+    tile = tl.program_id(0) % num_tiles
+    if IS_CAUSAL:
+        tile = num_tiles - 1 - tile
+    batch_head = tl.program_id(0) // num_tiles
+    batch = batch_head // num_heads
+    head = batch_head % num_heads
+    q_start = tile * TILE_Q
+    full, end = key_ranges(q_start, seqlen_k, causal_offset, TILE_Q, TILE_K, IS_CAUSAL)
+
+    q_tile = load_tile(q, batch, head, q_start, seqlen_q, head_dim, TILE_Q, HEAD_DIM, TMA)
+    do_tile = load_tile(do, batch, head, q_start, seqlen_q, head_dim, TILE_Q, HEAD_DIM, TMA)
+    stats_offset = batch_head.to(tl.int64) * padded_rows + q_start + tl.arange(0, TILE_Q)
+    lse2_rows = tl.load(lse2 + stats_offset)
+    delta_rows = tl.load(delta + stats_offset)
+    dq_acc = tl.zeros([TILE_Q, HEAD_DIM], tl.float32)
+    dq_acc = accumulate_dq(
+        dq_acc, q_tile, k, v, do_tile, lse2_rows, delta_rows, batch, head // group_size, q_start, 0, full,
+        scale_log2, seqlen_k, head_dim, causal_offset,
+        False, HEAD_DIM, TILE_Q, TILE_K, IS_CAUSAL, TMA, PRECISION,
+    )  # fmt: skip
+    if IS_CAUSAL or not EVEN_K:
+        dq_acc = accumulate_dq(
+            dq_acc, q_tile, k, v, do_tile, lse2_rows, delta_rows, batch, head // group_size, q_start, full, end,
+            scale_log2, seqlen_k, head_dim, causal_offset,
+            True, HEAD_DIM, TILE_Q, TILE_K, IS_CAUSAL, TMA, PRECISION,
+        )  # fmt: skip
+    dq_tile = (dq_acc * scale).to(q_tile.dtype)
+    store_tile(dq, dq_tile, batch, head, q_start, seqlen_q, head_dim, TILE_Q, HEAD_DIM, TMA)
+
+
+@triton.jit
+def accumulate_dq(
+    dq_acc, q_tile, k, v, do_tile, lse2_rows, delta_rows, batch, kv_head, q_start, start, end, scale_log2,
+    seqlen_k, head_dim, causal_offset, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, IS_CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add what keys [start, end) contribute to a query tile's dQ."""
+    for k_start in tl.range(start, end, TILE_K):
+        k_tile = load_tile(k, batch, kv_head, k_start, seqlen_k, head_dim, TILE_K, HEAD_DIM, TMA)
+        s = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)  # (1) S = Q K^T [tile_q, tile_k]
+        p = tl.exp2(s * scale_log2 - lse2_rows[:, None])
+        if MASKED:
+            p = tl.where(visible(q_start, k_start, seqlen_k, causal_offset, TILE_Q, TILE_K, IS_CAUSAL), p, 0.0)
+        v_tile = load_tile(v, batch, kv_head, k_start, seqlen_k, head_dim, TILE_K, HEAD_DIM, TMA)
+        dp = tl.dot(do_tile, v_tile.T, input_precision=PRECISION)  # (3) dP = dO V^T
+        ds = p * (dp - delta_rows[:, None])
+        dq_acc = tl.dot(ds.to(k_tile.dtype), k_tile, dq_acc, input_precision=PRECISION)  # (4) dQ += dS K
+    return dq_acc

@@ -1,0 +1,74 @@
+"""Where a tile comes from and goes to, shared by all kernels.
+
+An operand is a [batch, heads, seqlen, head_dim] tensor as a kernel receives it: a TMA tensor
+descriptor where the card and the tensor's strides allow one, else a pointer with four strides.
+Either way a tile's rows past the tensor read as zero and are not written, and so are its columns
+past head_dim, which is how any head_dim and seqlen fit a power-of-two tile without a copy.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+def can_use_tma(target: str, *tensors: Tensor) -> bool:
+    """Whether every tensor can be described to the copy engine of `target` (sm_90 and later).
+
+    It takes rows of unit stride, other strides that are positive multiples of 16 bytes below 2^40,
+    and a base aligned to 16 bytes. The interpreter ("cpu") plays by the same rules.
+    """
+    if target != "cpu" and not (target.startswith("sm_") and int(target[3:]) >= 90):
+        return False
+    for t in tensors:
+        if t.stride(3) != 1 or t.data_ptr() % 16:
+            return False
+        for size, stride in zip(t.shape[:3], t.stride()[:3], strict=True):
+            if size > 1 and not (0 < stride * t.itemsize < 1 << 40 and stride * t.itemsize % 16 == 0):
+                return False
+    return True
+
+
+def operand(t: Tensor, rows: int, columns: int, tma: bool) -> TensorDescriptor | tuple:
+    """`t` as a kernel argument, to be moved in tiles of [rows, columns]."""
+    if not tma:
+        return (t, *t.stride())
+    # A dimension of one element may have any stride, but the descriptor wants multiples of 16 bytes.
+    strides = [s if n > 1 else 16 for n, s in zip(t.shape[:3], t.stride()[:3], strict=True)]
+    return TensorDescriptor(t, list(t.shape), [*strides, 1], [1, 1, rows, columns])
+
+
+@triton.jit
+def load_tile(
+    x, batch, head, row, num_rows, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr
+):
+    """Rows [row, row + ROWS) of one head of operand x, zero past num_rows and num_columns."""
+    if TMA:
+        return x.load([batch, head, row, 0]).reshape([ROWS, COLUMNS])
+    else:
+        pointers, mask = _pointers(x, batch, head, row, num_rows, num_columns, ROWS, COLUMNS)
+        return tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_tile(
+    x, tile, batch, head, row, num_rows, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr
+):
+    """Write a [ROWS, COLUMNS] tile to rows [row, row + ROWS) of one head of operand x."""
+    if TMA:
+        x.store([batch, head, row, 0], tile.reshape([1, 1, ROWS, COLUMNS]))
+    else:
+        pointers, mask = _pointers(x, batch, head, row, num_rows, num_columns, ROWS, COLUMNS)
+        tl.store(pointers, tile, mask=mask)
+
+
+@triton.jit
+def _pointers(x, batch, head, row, num_rows, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    # 64-bit offsets: an index times a stride can pass 2^31.
+    rows = row + tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    base = x[0] + tl.cast(batch, tl.int64) * x[1] + tl.cast(head, tl.int64) * x[2]
+    pointers = base + rows.to(tl.int64)[:, None] * x[3] + columns.to(tl.int64)[None, :] * x[4]
+    return pointers, (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
