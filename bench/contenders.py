@@ -1,0 +1,221 @@
+"""Who races: the registered backends, and PyTorch's own attention with each kernel forced."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flash_rosetta import registry
+from flash_rosetta.attention import attention
+from flash_rosetta.backend import Unsupported
+from flash_rosetta.problem import Direction, Inputs, Problem
+
+Outputs = tuple[Tensor, ...]
+Run = Callable[[], Outputs]
+OUTPUT_NAMES: dict[Direction, tuple[str, ...]] = {
+    "forward": ("o", "lse"),
+    "backward": ("dq", "dk", "dv"),
+}
+
+ONLY_WHEN_NAMED = ("triton_baseline",)
+"""Registered to be measured on request, not to win."""
+
+REFERENCE_LIMIT = 512
+"""Longest sequence at which the reference, Python loops, races on a GPU without being named."""
+
+MATH_LIMIT = 2048
+"""Longest sequence for SDPA's math kernel, which stores all the scores."""
+
+
+class Contender(Protocol):
+    """One way to compute attention, timed without anything that is not its own work."""
+
+    name: str
+
+    def why_not(self, problem: Problem) -> list[str]:
+        """Reasons not to race on `problem`, known without running."""
+        ...
+
+    def prepare(self, direction: Direction, inputs: Inputs, problem: Problem) -> Run:
+        """The function to time: (o,) or (o, lse) for forward, (dq, dk, dv) for backward.
+
+        Raises Unsupported when the inputs themselves are refused.
+        """
+        ...
+
+    def call(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention through the function that users call, for its host time."""
+        ...
+
+
+class BackendContender:
+    """A backend of the registry, its two functions called directly."""
+
+    def __init__(self, name: str, named: bool):
+        self.name = name
+        self.named = named
+
+    def why_not(self, problem: Problem) -> list[str]:
+        reasons = registry.why_not(self.name, problem)
+        if self.named:
+            return reasons
+        if self.name in ONLY_WHEN_NAMED:
+            return [*reasons, f"races only when named: --backend {self.name}"]
+        if self.name == "reference" and problem.target != "cpu":
+            longest = max(problem.seqlen_q, problem.seqlen_k)
+            if longest > REFERENCE_LIMIT:
+                return [
+                    *reasons,
+                    f"seqlen {longest} is above {REFERENCE_LIMIT}, its limit unless named: "
+                    "--backend reference",
+                ]
+        return reasons
+
+    def prepare(self, direction: Direction, inputs: Inputs, problem: Problem) -> Run:
+        backend = registry.get(self.name)
+        q, k, v, do, _ = inputs
+        if direction == "forward":
+            return lambda: backend.forward(q, k, v, problem)
+        o, lse = backend.forward(q, k, v, problem)
+        return lambda: backend.backward(do, None, q, k, v, o, lse, problem)
+
+    def call(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o = attention(q, k, v, backend=self.name)
+        if isinstance(o, tuple):
+            raise TypeError("attention returned a pair though lse was not asked for")
+        return o
+
+
+class SdpaContender:
+    """`scaled_dot_product_attention`, with one kernel forced, or with the one that it picks."""
+
+    def __init__(self, name: str, kernel: SDPBackend | None = None):
+        self.name = name
+        self.kernel = kernel
+        self._forced = partial(sdpa_kernel, kernel) if kernel is not None else nullcontext
+
+    def why_not(self, problem: Problem) -> list[str]:
+        reasons = []
+        if problem.is_causal and problem.causal_offset:
+            reasons.append("causal_alignment bottom_right is not what SDPA's is_causal means")
+        if problem.target == "cpu" and self.kernel in (
+            SDPBackend.CUDNN_ATTENTION,
+            SDPBackend.EFFICIENT_ATTENTION,
+        ):
+            reasons.append("target cpu has no such kernel in PyTorch")
+        longest = max(problem.seqlen_q, problem.seqlen_k)
+        if self.kernel == SDPBackend.MATH and longest > MATH_LIMIT:
+            reasons.append(f"seqlen {longest} is above {MATH_LIMIT}: it stores all the scores")
+        return reasons
+
+    def prepare(self, direction: Direction, inputs: Inputs, problem: Problem) -> Run:
+        q, k, v, do, _ = inputs
+        if direction == "backward":
+            q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+        if reasons := self._refusals(q, k, v, problem):
+            raise Unsupported(self.name, reasons, problem)
+        options = {
+            "is_causal": problem.is_causal,
+            "scale": problem.scale,
+            "enable_gqa": problem.num_kv_heads != problem.num_heads,
+        }
+
+        def forward() -> Outputs:
+            with self._forced():
+                return (F.scaled_dot_product_attention(q, k, v, **options),)
+
+        if direction == "forward":
+            return forward
+        (o,) = forward()
+        return lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
+
+    def call(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with self._forced():
+            return F.scaled_dot_product_attention(q, k, v)
+
+    def _refusals(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> list[str]:
+        """What PyTorch itself says against the forced kernel and these tensors."""
+        checks = {
+            SDPBackend.FLASH_ATTENTION: torch.backends.cuda.can_use_flash_attention,
+            SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.can_use_efficient_attention,
+            SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.can_use_cudnn_attention,
+        }
+        if q.device.type != "cuda" or self.kernel not in checks:
+            return []
+        gqa = problem.num_kv_heads != problem.num_heads
+        params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, problem.is_causal, gqa)
+        with warnings.catch_warnings(record=True) as caught, self._forced():
+            warnings.simplefilter("always")
+            if checks[self.kernel](params, debug=True):
+                return []
+        return [str(w.message).partition(" (Triggered")[0] for w in caught] or [
+            "PyTorch refuses it and does not say why"
+        ]
+
+
+SDPA = {
+    "sdpa-default": None,
+    "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa-flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "sdpa-math": SDPBackend.MATH,
+}
+
+
+def contenders(backends: list[str] | None, against: list[str] | None) -> list[Contender]:
+    """The backends named, or all; then the SDPA kernels named, or all.
+
+    Raises ValueError for an unknown name.
+    """
+    for name in backends or ():
+        if name not in registry.names():
+            raise ValueError(f"backend must be one of {', '.join(registry.names())}; got {name!r}")
+    for name in against or ():
+        if name not in SDPA:
+            raise ValueError(f"against must be one of {', '.join(SDPA)}; got {name!r}")
+    return [
+        *(BackendContender(name, named=bool(backends)) for name in backends or registry.names()),
+        *(SdpaContender(name, SDPA[name]) for name in against or SDPA),
+    ]
+
+
+def longest_kernel(run: Callable[[], object]) -> str | None:
+    """The name of the GPU kernel in which one call spends most of its time, by the profiler.
+
+    Profiling slows every later launch of the process: time first.
+    """
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        run()
+        torch.cuda.synchronize()
+    kernels = [
+        event
+        for event in profile.key_averages()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    if not kernels:
+        return None
+    return max(kernels, key=lambda event: event.self_device_time_total).key
+
+
+def sdpa_family(kernel: str | None) -> str | None:
+    """Which of SDPA's kernels a GPU kernel's name belongs to."""
+    if kernel is None:
+        return None
+    lowered = kernel.lower()
+    for family, marks in (
+        ("sdpa-cudnn", ("cudnn",)),  # before flash: cuDNN's own names say flash too
+        ("sdpa-flash", ("flash",)),
+        ("sdpa-efficient", ("fmha_cutlass", "attentionkernel", "attentionbackwardkernel")),
+    ):
+        if any(mark in lowered for mark in marks):
+            return family
+    return "sdpa-math"
