@@ -86,9 +86,14 @@ def run_heat(
         for name, seconds in timing.race(runs, watch, budget=budget, rounds=rounds).items():
             outcome = outcomes[name]
             if _passes(judge, runs[name](), outcome):  # again: a stale buffer shows only now
-                outcome.seconds = [round(s, 8) for s in seconds]
+                outcome.seconds = [significant(s) for s in seconds]
                 outcome.info |= _figures(outcome.seconds, problem.flops(direction), device)
     return outcomes
+
+
+def significant(x: float) -> float:
+    """Seven significant digits: more than any clock here has, and few enough for small JSON."""
+    return float(f"{x:.7g}")
 
 
 def _identity(workload: Workload, direction: Direction, name: str, inputs: Inputs) -> dict:

@@ -23,7 +23,7 @@ from flash_rosetta.bench.contenders import (
     longest_kernel,
     sdpa_family,
 )
-from flash_rosetta.bench.heat import Outcome, run_heat
+from flash_rosetta.bench.heat import Outcome, run_heat, significant
 from flash_rosetta.bench.host import host_times
 from flash_rosetta.bench.workloads import Workload, workloads
 from flash_rosetta.problem import Direction
@@ -295,7 +295,6 @@ def _brief(outcome: Outcome) -> str:
 
 
 def _rounded(value: Any) -> Any:
-    """Seven significant digits, a microsecond clock's and more, keep the JSON small."""
     if isinstance(value, list):
         return [_rounded(item) for item in value]
-    return float(f"{value:.7g}") if isinstance(value, float) else value
+    return significant(value) if isinstance(value, float) else value

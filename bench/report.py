@@ -121,9 +121,30 @@ def _speed_cells(
     ]
 
 
+def summary(records: list[Record]) -> Iterator[tuple[str, str, str, dict[str, list[float]]]]:
+    """(backend, direction, "grid" or "captured", its rates over each SDPA kernel's, by kernel)."""
+    rate = rates(records)
+    names = dict.fromkeys(r["backend"] for r in records if not is_yardstick(r["backend"]))
+    for name in names:
+        for direction in DIRECTIONS:
+            for kind in ("grid", "captured"):
+                ratios = {
+                    other: [
+                        own / theirs
+                        for (heat, backend), own in rate.items()
+                        if backend == name
+                        and heat[0] == direction
+                        and heat[1].partition("-")[0] == kind
+                        and (theirs := rate.get((heat, other)))
+                    ]
+                    for other in YARDSTICKS
+                }
+                if any(ratios.values()):
+                    yield name, direction, kind, ratios
+
+
 def summary_table(records: list[Record]) -> Table | None:
     """Geometric means of each backend's rate over each SDPA kernel's; None if there is no pair."""
-    rate = rates(records)
     table = Table(
         title="Geometric mean of the rate, as a share of each SDPA kernel's (heats)",
         box=box.SIMPLE_HEAD,
@@ -133,24 +154,9 @@ def summary_table(records: list[Record]) -> Table | None:
         table.add_column(heading, no_wrap=True)
     for name in YARDSTICKS:
         table.add_column(name, justify="right")
-    names = dict.fromkeys(r["backend"] for r in records if not is_yardstick(r["backend"]))
-    for name in names:
-        for direction in DIRECTIONS:
-            for kind in ("grid", "captured"):
-                cells = []
-                for other in YARDSTICKS:
-                    ratios = [
-                        own / theirs
-                        for (heat, backend), own in rate.items()
-                        if backend == name
-                        and heat[0] == direction
-                        and (heat[1] == "grid") == (kind == "grid")
-                        and (theirs := rate.get((heat, other)))
-                    ]
-                    mean = geometric_mean(ratios)
-                    cells.append(f"{mean:.2f} ({len(ratios)})" if ratios else "")
-                if any(cells):
-                    table.add_row(name, direction, kind, *cells)
+    for name, direction, kind, ratios in summary(records):
+        cells = (f"{geometric_mean(r):.2f} ({len(r)})" if r else "" for r in ratios.values())
+        table.add_row(name, direction, kind, *cells)
     return table if table.row_count else None
 
 

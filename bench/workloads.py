@@ -90,7 +90,8 @@ def captured(device: torch.device) -> Iterator[Workload]:
 
     Tiling repeats the call along batch until it holds 16k tokens: each copy has its own memory and
     is computed anew, so the time is that of a large batch, though its values repeat. On a CPU: the
-    first two heads, in fp32, which holds the captured bf16 numbers exactly.
+    first two heads, in fp32, which holds the captured bf16 numbers exactly. Everywhere as views
+    of [batch, seqlen, num_heads, head_dim], the layout that the model itself has.
     """
     from safetensors import safe_open
 
@@ -100,7 +101,7 @@ def captured(device: torch.device) -> Iterator[Workload]:
         title = f"captured-minilm-l6-{name.replace('.', '-')}"
         if device.type == "cuda":
             yield _captured(title, name, device)
-            seqlen = _read(name)[0].shape[2]
+            seqlen = _read(name)[0].shape[1]
             yield _captured(f"{title}-tiled", name, device, copies=TOKENS // seqlen)
         else:
             yield _captured(title, name, device, num_heads=CPU_HEADS, dtype=torch.float32)
@@ -117,11 +118,12 @@ def _captured(
 ) -> Workload:
     def load(device: torch.device) -> Inputs:
         q, k, v, do = (
-            t[:, :num_heads].to(device, dtype).repeat_interleave(copies, 0) for t in _read(name)
+            t[:, :, :num_heads].to(device, dtype).repeat(copies, 1, 1, 1).transpose(1, 2)
+            for t in _read(name)
         )
         return Inputs(q, k, v, do, dlse=torch.zeros(q.shape[:3], device=device))
 
-    _, heads, seqlen, head_dim = _read(name)[0].shape
+    _, seqlen, heads, head_dim = _read(name)[0].shape
     problem = Problem(
         batch=copies,
         num_heads=num_heads or heads,
@@ -134,11 +136,8 @@ def _captured(
 
 
 def _read(name: str) -> tuple[Tensor, ...]:
-    """q, k, v, do of one captured call as [1, num_heads, seqlen, head_dim], in the model's layout.
-
-    The model keeps [1, seqlen, num_heads, head_dim] in memory; the transposed view costs no copy.
-    """
+    """q, k, v, do of one captured call as the model has them, [1, seqlen, num_heads, head_dim]."""
     from safetensors import safe_open
 
     with safe_open(CAPTURE, "pt") as file:
-        return tuple(file.get_tensor(f"{name}.{t}").transpose(1, 2) for t in ("q", "k", "v", "do"))
+        return tuple(file.get_tensor(f"{name}.{t}") for t in ("q", "k", "v", "do"))

@@ -1,0 +1,568 @@
+"""The race itself under test: turns, rounds, judging, records, tables, and one whole run."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from flash_rosetta import Unsupported, registry
+from flash_rosetta.bench import heat, readme, report, support, timing, workloads
+from flash_rosetta.bench.contenders import SDPA, BackendContender, SdpaContender, contenders
+from flash_rosetta.bench.heat import run_heat
+from flash_rosetta.bench.judge import Judge
+from flash_rosetta.bench.race import main, write_results
+from flash_rosetta.bench.workloads import Workload
+from flash_rosetta.problem import Problem
+
+CPU = torch.device("cpu")
+
+
+class FakeWatch:
+    """A stopwatch whose runs take as long as they say, in no time."""
+
+    def __init__(self):
+        self.turns = []
+
+    def time(self, runs, rounds):
+        self.turns.append(list(timing.interleave(rounds)))
+        return {name: [runs[name]()] * rounds[name] for name in runs}
+
+    def launch_seconds(self, run):
+        return 0.0
+
+    def hide(self, launch_seconds):
+        pass
+
+
+def test_interleaving_takes_turns_and_spreads_uneven_rounds():
+    turns = list(timing.interleave({"a": 4, "b": 4, "c": 2}))
+    assert turns == ["a", "b", "b", "c", "a", "a", "b", "a", "b", "c"]
+
+
+def test_rounds_fit_the_budget():
+    runs = {"fast": lambda: 1e-5, "middle": lambda: 0.01, "slow": lambda: 0.1, "awful": lambda: 1.0}
+    seconds = timing.race(runs, FakeWatch(), budget=0.25)
+    assert {name: len(s) for name, s in seconds.items()} == {
+        "fast": 100,
+        "middle": 25,
+        "slow": 10,
+        "awful": 3,
+    }
+    fixed = timing.race(runs, FakeWatch(), budget=0.25, rounds=7)
+    assert {len(s) for s in fixed.values()} == {7}
+
+
+def test_replay_clock_gives_back_exactly_what_it_was_given():
+    clock, seconds = timing.ReplayClock(), [0.1 + 0.2, 1e-9, 3e-5, 7.0]
+    clock.load(seconds)
+    replayed = []
+    for _ in seconds:
+        start = clock()
+        end = clock()
+        replayed.append(end - start)
+    assert replayed == seconds
+    with pytest.raises(StopIteration):
+        clock()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_cuda_stopwatch_measures_the_call_and_not_the_flush():
+    device = torch.device("cuda", torch.cuda.current_device())
+    watch = timing.stopwatch(device)
+    watch.hide(1e-3)
+    runs = {
+        "nothing": lambda: None,
+        "some": lambda: torch.cuda._sleep(1_000_000),
+        "thrice": lambda: torch.cuda._sleep(3_000_000),
+    }
+    seconds = {name: min(s) for name, s in watch.time(runs, dict.fromkeys(runs, 5)).items()}
+    assert seconds["nothing"] < 5e-5
+    assert 2.5 < seconds["thrice"] / seconds["some"] < 3.5
+    kept = []
+    assert watch.peak_bytes(lambda: kept.append(torch.empty(1 << 20, device=device))) >= 4 << 20
+
+
+def tiny(direction="forward", **fields):
+    """A workload of four heads, and the problem that it poses."""
+    problem = Problem(
+        **{"batch": 2, "num_heads": 4, "num_kv_heads": 2, "seqlen_q": 24, "head_dim": 16}
+        | {"dtype": torch.float32}
+        | fields
+    )
+    workload = Workload("tiny", problem, problem.inputs)
+    return workload, workload.problem_for(direction)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_judge_knows_right_from_wrong(direction, dtype):
+    workload, problem = tiny(direction, dtype=dtype, is_causal=True)
+    inputs = workload.load(CPU)
+    judge = Judge(direction, inputs, problem)
+    outputs = BackendContender("reference", named=True).prepare(direction, inputs, problem)()
+    assert judge(outputs).faults == []
+    assert 0 < judge(outputs).errors["rel_error"] < 4e-3
+
+    def with_fault(change):
+        changed = [t.clone() for t in outputs]
+        change(changed[0])
+        return judge(tuple(changed)).faults
+
+    def scale_late_rows(t):
+        t[-1, -1, 12:] *= 0.9
+
+    def lose_one_element_where_nobody_looks(t):
+        t[0, -1, 3, 5] = torch.nan
+
+    unseen = (0, 1)  # of (batch, key/value head), with the seed in use
+    assert unseen not in judge.slices
+    assert "is over the budget" in with_fault(scale_late_rows)[0]
+    assert "not finite" in with_fault(lose_one_element_where_nobody_looks)[0]
+    assert "batch or heads" in judge(tuple(t[:, :1] for t in outputs)).faults[0]
+    if direction == "forward":
+        in_base_two = (outputs[0], outputs[1] / 0.6931)
+        assert judge(in_base_two).faults[0].startswith("lse")
+
+
+class Faulty:
+    """The reference, with something done to it."""
+
+    def __init__(self, name, forward=None, refuses=()):
+        self.name = name
+        self.refuses = list(refuses)
+        self.change = forward or (lambda o: o)
+        self.reference = registry.get("reference")
+
+    def why_not(self, problem):
+        return self.refuses
+
+    def forward(self, q, k, v, problem):
+        o, lse = self.reference.forward(q, k, v, problem)
+        return self.change(o), lse
+
+    def backward(self, *args):
+        return self.reference.backward(*args)
+
+
+@pytest.fixture
+def registered():
+    added = []
+
+    def register(backend):
+        registry.register(backend)
+        added.append(backend.name)
+        return BackendContender(backend.name, named=True)
+
+    yield register
+    for name in added:
+        registry.unregister(name)
+
+
+def test_a_wrong_contender_gets_no_number_and_the_others_do(registered):
+    calls = []
+
+    def wrong_from_the_third_call(o):
+        calls.append(o)
+        return o if len(calls) < 3 else o * 1.01
+
+    def explode(o):
+        raise RuntimeError("out of cheese")
+
+    field = [
+        registered(Faulty("wrong", lambda o: o * 1.01)),
+        registered(Faulty("wrong_later", wrong_from_the_third_call)),
+        registered(Faulty("explodes", explode)),
+        registered(Faulty("refuses", refuses=["head_dim 16 is above 8"])),
+        BackendContender("reference", named=True),
+        SdpaContender("sdpa-math", SDPA["sdpa-math"]),
+        SdpaContender("sdpa-cudnn", SDPA["sdpa-cudnn"]),
+    ]
+    workload, _ = tiny()
+    outcomes = run_heat(workload, "forward", field, timing.stopwatch(CPU), CPU, budget=0, rounds=2)
+    assert {name: o.verdict for name, o in outcomes.items()} == {
+        "wrong": "wrong",
+        "wrong_later": "wrong",
+        "explodes": "failed",
+        "refuses": "skipped",
+        "reference": "raced",
+        "sdpa-math": "raced",
+        "sdpa-cudnn": "skipped",
+    }
+    for name, outcome in outcomes.items():
+        assert bool(outcome.seconds) == (outcome.verdict == "raced"), name
+        assert bool(outcome.reasons) == (outcome.verdict != "raced"), name
+    assert "error 0.01 is over the budget" in outcomes["wrong"].reasons[0]
+    assert "out of cheese" in outcomes["explodes"].reasons[0]
+    assert outcomes["refuses"].reasons == ["head_dim 16 is above 8"]
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_sdpa_and_backends_race_on_grouped_heads(direction):
+    workload, _ = tiny(direction, is_causal=True)
+    field = [
+        BackendContender("reference", named=True),
+        SdpaContender("sdpa-default"),
+        SdpaContender("sdpa-math", SDPA["sdpa-math"]),
+    ]
+    outcomes = run_heat(workload, direction, field, timing.stopwatch(CPU), CPU, budget=0, rounds=2)
+    assert {o.verdict for o in outcomes.values()} == {"raced"}, [
+        o.reasons for o in outcomes.values()
+    ]
+
+
+def test_contenders_are_everyone_unless_named():
+    names = [c.name for c in contenders(None, None)]
+    assert names == [*registry.names(), *SDPA]
+    assert [c.name for c in contenders(["reference"], ["sdpa-math"])] == ["reference", "sdpa-math"]
+    with pytest.raises(ValueError, match=r"backend must be one of .*; got 'tritn'"):
+        contenders(["tritn"], None)
+    with pytest.raises(ValueError, match=r"against must be one of .*; got 'cudnn'"):
+        contenders(None, ["cudnn"])
+
+
+def test_slow_and_baseline_backends_race_on_a_gpu_only_when_named():
+    long = Problem(batch=1, num_heads=1, seqlen_q=2048, head_dim=64, target="sm_90")
+    reasons = BackendContender("reference", named=False).why_not(long)
+    assert "seqlen 2048 is above 512" in reasons[0]
+    assert BackendContender("reference", named=True).why_not(long) == []
+    on_cpu = Problem(batch=1, num_heads=1, seqlen_q=2048, head_dim=64)
+    assert BackendContender("reference", named=False).why_not(on_cpu) == []
+
+
+@pytest.fixture
+def as_on_hopper(monkeypatch):
+    """Workloads as a card of compute capability 9.0 gets them; nothing is allocated there."""
+    monkeypatch.setattr(workloads, "target_of", lambda device: "sm_90")
+    return torch.device("cuda")
+
+
+def test_grid_holds_the_published_points(as_on_hopper):
+    grid = workloads.workloads("grid", as_on_hopper)
+    problems = [w.problem for w in grid]
+    assert {(p.head_dim, p.seqlen_q, p.is_causal) for p in problems} == {
+        (d, n, causal)
+        for d in (64, 128, 256)
+        for n in (512, 2048, 8192, 16384)
+        for causal in (False, True)
+    }
+    assert len(problems) == 24
+    assert {p.batch * p.seqlen_q for p in problems} == {16384}
+    assert {p.num_heads * p.head_dim for p in problems} == {2048}
+    assert {(p.dtype, p.target) for p in problems} == {(torch.bfloat16, "sm_90")}
+    only = workloads.workloads("grid", as_on_hopper, head_dims=(64,), seqlens=(512,))
+    assert len(only) == 2
+    with pytest.raises(ValueError, match=r"no workload of 'grid' on cuda has head_dim in \[40\]"):
+        workloads.workloads("grid", as_on_hopper, head_dims=(40,))
+
+
+def test_captured_inputs_are_real_and_tiled_faithfully(as_on_hopper):
+    pytest.importorskip("safetensors")
+    captured = {w.name: w for w in workloads.workloads("captured", as_on_hopper)}
+    assert len(captured) == 8
+    single = captured["captured-minilm-l6-layer0-long"]
+    tiled = captured["captured-minilm-l6-layer0-long-tiled"]
+    one, many = single.load(CPU), tiled.load(CPU)
+    assert one.q.shape == (1, 12, 102, 32)
+    assert one.q.stride() == (102 * 384, 32, 384, 1)  # as the model has it, not copied
+    assert tiled.problem.batch * 102 <= workloads.TOKENS < (tiled.problem.batch + 1) * 102
+    for name in ("q", "k", "v", "do"):
+        alone, tile = getattr(one, name), getattr(many, name)
+        assert alone.dtype == torch.bfloat16
+        assert torch.equal(tile[-1:], alone)
+        assert tile.stride(0) == alone[0].numel()  # memory of its own
+        assert 0 < alone.float().std() < torch.inf
+    s = one.q.double() @ one.k.double().mT / 32**0.5
+    assert s.abs().max() > 40  # peaked, as no standard normal input of this size is
+
+
+def synthetic_record(workload, direction, backend, tflops, **more):
+    """A record as a heat on a GPU makes it, its measurements invented."""
+    shape = (1, 1, 1, 1)
+    inputs = [torch.empty(shape, dtype=torch.bfloat16)] * 5
+    info = heat._identity(workload, direction, backend, inputs)
+    problem = workload.problem_for(direction)
+    seconds = [problem.flops(direction) / (tflops * 1e12) * f for f in (0.98, 1.0, 1.03)]
+    return (
+        info
+        | heat._figures(seconds, problem.flops(direction), torch.device("cuda"))
+        | {"compile_s": 1.2, "max_error": 1e-3, "rel_error": 2e-3, "row_error": 3e-3}
+        | {"inputs_mb": 201.3, "peak_mb": 100.0, "host_us": 31.0, "host_grad_us": 44.0}
+        | more
+    )
+
+
+@pytest.fixture
+def synthetic(as_on_hopper):
+    """A whole race of invented numbers: {machine_info, benchmarks, no_number, datetime}."""
+    rates = {"triton": 500, "sdpa-default": 600, "sdpa-cudnn": 600, "sdpa-flash": 330}
+    records = [
+        synthetic_record(
+            workload,
+            direction,
+            backend,
+            rate * workload.problem.seqlen_q / (workload.problem.seqlen_q + 300),
+            **({"ran": "sdpa-cudnn"} if backend == "sdpa-default" else {}),
+        )
+        for workload in workloads.workloads("all", as_on_hopper)
+        for direction in ("forward", "backward")
+        for backend, rate in rates.items()
+    ]
+    wrong = {key: records[0][key] for key in ("direction", "workload", "problem")}
+    return {
+        "machine_info": {"card": "Imaginary 9000", "matmul_tflops": 700.0, "torch": "2.13.0"},
+        "datetime": "2030-01-02T03:04:05+00:00",
+        "benchmarks": [{"name": str(i), "extra_info": r} for i, r in enumerate(records)],
+        "no_number": [
+            wrong | {"backend": "cute", "verdict": "wrong", "reasons": ["o: row error 0.1"]}
+        ],
+    }
+
+
+def test_records_have_what_comparisons_read(synthetic):
+    records = [b["extra_info"] for b in synthetic["benchmarks"]]
+    needed = {
+        "backend": str, "direction": str, "workload": str, "head_dim": int, "seqlen_q": int,
+        "seqlen_k": int, "is_causal": bool, "dtype": str, "tflops": float, "max_error": float,
+        "peak_mb": float,
+    }  # fmt: skip
+    for record in records:
+        assert {key: type(record[key]) for key in needed} == needed
+    points = [
+        r
+        for r in records
+        if (r["workload"], r["backend"], r["direction"], r["dtype"])
+        == ("grid", "triton", "forward", "bfloat16")
+        and r["head_dim"] in (64, 128)
+        and r["seqlen_q"] == r["seqlen_k"]
+    ]
+    assert len(points) == 16
+    shortest = min(points, key=lambda r: r["seqlen_q"])
+    assert shortest["tflops"] == pytest.approx(500 * 512 / 812, rel=1e-3)
+
+
+def test_summary_is_the_geometric_mean(synthetic):
+    records = [b["extra_info"] for b in synthetic["benchmarks"]]
+    rows = list(report.summary(records))
+    assert [row[:3] for row in rows] == [
+        ("triton", direction, kind)
+        for direction in ("forward", "backward")
+        for kind in ("grid", "captured")
+    ]
+    ratios = rows[0][3]
+    assert len(ratios["sdpa-cudnn"]) == 24
+    assert report.geometric_mean(ratios["sdpa-cudnn"]) == pytest.approx(500 / 600, rel=1e-3)
+    assert ratios["sdpa-math"] == []
+    assert report.geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
+
+
+def rendered(*tables):
+    from rich.console import Console
+
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(*tables)
+    return capture.get()
+
+
+def test_tables_show_numbers_and_those_without(synthetic):
+    records = [b["extra_info"] for b in synthetic["benchmarks"]]
+    without = [records[0] | {"backend": "cute", "verdict": "wrong", "reasons": ["o: row error"]}]
+    text = rendered(*report.speed_tables(records, without, 700.0))
+    heats = text.split("grid d64 n16384 ")[1].split("grid")[0]
+    row = next(line for line in heats.splitlines() if line.split()[:1] == ["triton"])
+    assert row.split()[2:6] == ["2.5", "491", "83", "152"]  # iqr %, TFLOP/s, % of cudnn, of flash
+    assert "sdpa-default (cudnn)" in text
+    cute = next(line for line in text.splitlines() if line.split()[:1] == ["cute"])
+    assert cute.split() == ["cute", "wrong"]
+    assert list(report.notes(without)) == [
+        "cute wrong in minilm-l6-layer0-long d32 n102 b1 h12: o: row error"
+    ]
+
+
+def test_readme_sections_and_plot_come_from_the_results(synthetic, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    results = tmp_path / "bench" / "results"
+    file = tmp_path / "README.md"
+    file.write_text(
+        "before\n<!-- support:begin -->\n<!-- support:end -->\nbetween\n"
+        "<!-- results:begin -->\nold\n<!-- results:end -->\nafter\n"
+    )
+    arguments = ["--root", str(tmp_path)]
+    assert readme.main([*arguments, "--check"]) == 1
+    assert readme.main(arguments) == 0
+    assert readme.NO_RESULTS in file.read_text()
+    assert readme.main([*arguments, "--check"]) == 0
+
+    write_results(synthetic, results / "imaginary-9000.json")
+    assert json.loads((results / "imaginary-9000.json").read_text()) == synthetic
+    capsys.readouterr()
+    assert readme.main([*arguments, "--check"]) == 1
+    assert "out of date" in capsys.readouterr().err
+    assert readme.main(arguments) == 0
+    assert readme.main([*arguments, "--check"]) == 0
+    assert (results / "imaginary-9000.png").read_bytes().startswith(b"\x89PNG")
+    text = file.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    for expected in (
+        "### Imaginary 9000",
+        "(bench/results/imaginary-9000.png)",
+        "| d128 n16384 causal b1 h16 | 491 (83 %) | **589** | **589** | 324 |",
+        "| `triton` | forward | grid | 0.83 (24) | 1.52 (24) |  |  |",
+        "`sdpa-default` launched `sdpa-cudnn` in 64 of 64 heats.",
+        "| backward, d256 | 0.50 |",
+        "| gradients wanted | 44 |",
+        "- `cute`, forward, captured-minilm-l6-layer0-long `b1_h12_q102_k102_d32_bf16`: o: row",
+    ):
+        assert expected in text
+
+
+def test_a_readme_without_markers_is_refused():
+    with pytest.raises(ValueError, match="<!-- results:begin -->"):
+        readme.replace_section("no markers", "results", "text")
+
+
+def test_support_table_names_every_backend_and_no():
+    text = support.support_markdown()
+    for name in ("reference", "triton"):
+        assert f"| `{name}` |" in text
+    assert "fp16 bf16 fp32 fp64, any head_dim" in text
+    assert "head_dim 512 is above 256" in text
+    assert support._ranges([8, 16, 17, 18]) == "head_dim 8, 16 to 18"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--workload", "grid"], "needs a GPU"),
+        (["--save"], "needs a GPU"),
+        (["--rounds", "1"], "must be at least 2"),
+        (["--backend", "tritn"], "got 'tritn'"),
+        (["--seqlen", "7"], "no workload of 'captured'"),
+    ],
+)
+def test_bad_options_are_refused_with_a_reason(arguments, complaint, monkeypatch, capsys):
+    pytest.importorskip("pytest_benchmark")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+RACE_WITH_A_LIAR = """
+    import json, sys
+    from flash_rosetta import register, registry
+    from flash_rosetta.bench import race, timing
+
+    reference = registry.get("reference")
+
+    class Liar:
+        name = "liar"
+
+        def why_not(self, problem):
+            return []
+
+        def forward(self, q, k, v, problem):
+            return reference.forward(q, k, v, problem)
+
+        def backward(self, *args):
+            dq, dk, dv = reference.backward(*args)
+            dq[:, :, dq.shape[2] // 2 :] *= 0.9
+            return dq, dk, dv
+
+    register(Liar())
+    measured, measure = [], timing.race
+
+    def spy(*args, **options):
+        measured.append(measure(*args, **options))
+        return measured[-1]
+
+    timing.race = spy
+    status = race.main(sys.argv[2:])
+    json.dump(measured, open(sys.argv[1], "w"))
+    sys.exit(status)
+"""
+
+
+def test_a_race_without_a_gpu_end_to_end(tmp_path):
+    pytest.importorskip("pytest_benchmark")
+    pytest.importorskip("safetensors")
+    script, spied, out = tmp_path / "race.py", tmp_path / "spied.json", tmp_path / "out.json"
+    script.write_text(textwrap.dedent(RACE_WITH_A_LIAR))
+    names = ["--backend", "reference", "--backend", "triton", "--backend", "liar"]
+    done = subprocess.run(
+        [sys.executable, script, spied, *names, "--against", "sdpa-math", "--against",
+         "sdpa-cudnn", "--seqlen", "36", "--out", out],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTEST_ADDOPTS": "--no-such-option",
+                          "COLUMNS": "160"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr  # because of the liar
+    assert "Correctness only" in done.stdout
+    assert "TFLOP" not in done.stdout
+    assert "[4/4] backward minilm-l6-layer5-short" in done.stdout.replace("captured-", "")
+    assert "WRONG: captured-minilm-l6-layer0-short-backward" in done.stdout
+    assert "dq: tensor error 0.0" in done.stdout
+    assert "sdpa-cudnn skipped in 4 heats: target cpu has no such kernel" in done.stdout
+
+    results = json.loads(out.read_text())
+    records = {
+        (r["extra_info"]["backend"], r["extra_info"]["direction"], r["extra_info"]["workload"]): r
+        for r in results["benchmarks"]
+    }
+    raced = {"reference", "triton", "sdpa-math"}
+    assert {(name, d) for name, d, _ in records} == {
+        *((name, "forward") for name in raced | {"liar"}),
+        *((name, "backward") for name in raced),
+    }
+    wrong = [r for r in results["no_number"] if r["verdict"] == "wrong"]
+    assert {(r["backend"], r["direction"]) for r in wrong} == {("liar", "backward")}
+    assert len(wrong) == 2
+    for heat_seconds in json.loads(spied.read_text()):
+        for name, seconds in heat_seconds.items():
+            replayed = [r["stats"]["data"] for key, r in records.items() if key[0] == name]
+            assert [heat.significant(s) for s in seconds] in replayed
+    for record in records.values():
+        assert record["extra_info"]["tflops"] is None
+        assert record["extra_info"]["ms"] is None
+        assert record["extra_info"]["rel_error"] < 2e-5
+        assert record["options"]["timer"] == "flash_rosetta.bench.timing.replay"
+    assert results["machine_info"]["device"] == "cpu"
+    assert "node" not in results["machine_info"]
+
+
+def test_the_capture_script_and_its_file_agree():
+    safetensors = pytest.importorskip("safetensors")
+    from flash_rosetta.bench import capture
+
+    passages = capture.passages()
+    assert passages["long"].startswith("Beautiful is better than ugly.")
+    with safetensors.safe_open(capture.TARGET, "pt") as file:
+        metadata, names = file.metadata(), set(file.keys())
+    assert metadata["licence"] == "Apache-2.0"
+    assert metadata["package"].startswith(capture.PACKAGE)
+    assert names == {
+        f"layer{layer}.{passage}.{tensor}"
+        for layer in capture.LAYERS
+        for passage in passages
+        for tensor in ("q", "k", "v", "do")
+    }
+    assert Path(capture.TARGET).stat().st_size < 2**20
+
+
+def test_unsupported_inputs_are_a_skip_with_sdpas_own_words(monkeypatch):
+    contender = SdpaContender("sdpa-flash", SDPA["sdpa-flash"])
+    monkeypatch.setattr(contender, "_refusals", lambda *args: ["head_dim 512 is too large"])
+    workload, problem = tiny()
+    with pytest.raises(Unsupported, match="head_dim 512 is too large"):
+        contender.prepare("forward", workload.load(CPU), problem)
