@@ -150,5 +150,5 @@ def _figures(seconds: list[float], flops: int, device: torch.device) -> dict[str
         "ms": round(median * 1e3, 5),
         "ms_q25": round(q25 * 1e3, 5),
         "ms_q75": round(q75 * 1e3, 5),
-        "tflops": round(flops / median / 1e12, 2),
+        "tflops": float(f"{flops / median / 1e12:.5g}"),
     }

@@ -57,10 +57,10 @@ def plot_card(records: list[Record], title: str, path: Path) -> None:
             seqlens = sorted({r["seqlen_q"] for r in records})
             axis.set_xticks(seqlens, [f"{n // 1024}k" if n >= 1024 else str(n) for n in seqlens])
             axis.minorticks_off()
-            axis.set_ylim(bottom=0)
             axis.grid(alpha=0.25)
             axis.spines[["top", "right"]].set_visible(False)
         row[0].set_ylabel("TFLOP/s")
+        row[0].set_ylim(bottom=0)  # once the whole row is drawn, which shares it
     for axis in axes[-1]:
         axis.set_xlabel("sequence length")
     lines = {

@@ -291,7 +291,7 @@ def _brief(outcome: Outcome) -> str:
     if outcome.verdict != "raced":
         return outcome.verdict.upper()
     tflops = outcome.info["tflops"]
-    return "right" if tflops is None else f"{tflops:.0f}"
+    return "right" if tflops is None else report.short(tflops)
 
 
 def _rounded(value: Any) -> Any:

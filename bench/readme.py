@@ -10,17 +10,20 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from flash_rosetta.bench.report import (
     DIRECTIONS,
+    KINDS,
     Record,
     geometric_mean,
     heat_of,
     heat_title,
     is_yardstick,
+    kind_of,
+    short,
     summary,
 )
 
@@ -95,7 +98,7 @@ def _card_name(card: dict[str, Any]) -> str:
 
 def _card_lines(path: Path, card: dict[str, Any]) -> Iterator[str]:
     machine, records = card["machine_info"], _records(card)
-    grid = [r for r in records if r["workload"] == "grid"]
+    grid, tiled, single = ([r for r in records if kind_of(r["workload"]) == kind] for kind in KINDS)
     versions = ", ".join(
         f"{label} {machine[key]}"
         for label, key in (
@@ -121,16 +124,13 @@ def _card_lines(path: Path, card: dict[str, Any]) -> Iterator[str]:
         yield ""
         yield f"![TFLOP/s over sequence length on {machine['card']}](bench/results/{path.stem}.png)"
     yield from _summary_lines(records)
-    for direction in DIRECTIONS:
-        yield from _rate_lines(grid, direction, "bf16, standard normal inputs, 16k tokens a call")
-    captured = [r for r in records if r["workload"] != "grid"]
-    for direction in DIRECTIONS:
-        yield from _rate_lines(
-            captured, direction, "captured inputs, bf16, as they are and tiled to a large batch"
-        )
     yield from _memory_lines(grid)
     yield from _host_lines(records)
     yield from _missing_lines(card.get("no_number", []))
+    for direction in DIRECTIONS:
+        yield from _rate_lines(grid, direction, "standard normal inputs, 16k tokens a call")
+        yield from _rate_lines(tiled, direction, "captured inputs tiled to 16k tokens a call")
+        yield from _time_lines(single, direction)
 
 
 def _default_line(records: list[Record]) -> Iterator[str]:
@@ -167,7 +167,30 @@ def _summary_lines(records: list[Record]) -> Iterator[str]:
 
 
 def _rate_lines(records: list[Record], direction: str, inputs: str) -> Iterator[str]:
-    records = [r for r in records if r["direction"] == direction and r["tflops"]]
+    def cell(record: Record, cudnn: Record | None) -> str:
+        text = short(record["tflops"])
+        if cudnn and not is_yardstick(record["backend"]):
+            text += f" ({100 * record['tflops'] / cudnn['tflops']:.0f} %)"
+        return text
+
+    title = f"{direction}, {inputs}: TFLOP/s, and the share of sdpa-cudnn"
+    yield from _folded(title, [r for r in records if r["direction"] == direction], cell)
+
+
+def _time_lines(records: list[Record], direction: str) -> Iterator[str]:
+    title = f"{direction}, captured inputs as they are, too small to fill a card: microseconds"
+    yield from _folded(
+        title,
+        [r for r in records if r["direction"] == direction],
+        lambda record, _: short(1e3 * record["ms"]),
+    )
+
+
+def _folded(
+    title: str, records: list[Record], cell: Callable[[Record, Record | None], str]
+) -> Iterator[str]:
+    """A table of heats by contenders that a reader can unfold, the fastest of each heat in bold."""
+    records = [r for r in records if r["tflops"]]
     if not records:
         return
     names = _names(records)
@@ -176,18 +199,13 @@ def _rate_lines(records: list[Record], direction: str, inputs: str) -> Iterator[
         members = {r["backend"]: r for r in records if heat_of(r) == heat}
         best = max(r["tflops"] for r in members.values())
         cudnn = members.get("sdpa-cudnn")
-        cells = []
-        for name in names:
-            record = members.get(name)
-            cell = f"{record['tflops']:.0f}" if record else ""
-            if record and not is_yardstick(name) and cudnn:
-                cell += f" ({100 * record['tflops'] / cudnn['tflops']:.0f} %)"
-            cells.append(f"**{cell}**" if record and record["tflops"] == best else cell)
+        texts = {name: cell(record, cudnn) for name, record in members.items()}
+        bold = {name for name, record in members.items() if record["tflops"] == best}
+        cells = (f"**{texts[n]}**" if n in bold else texts.get(n, "") for n in names)
         rows.append([heat_title(next(iter(members.values()))).removeprefix("grid "), *cells])
-    yield ""
-    yield f"{direction.capitalize()}, {inputs}; TFLOP/s, in brackets the share of sdpa-cudnn:"
-    yield ""
+    yield from ("", f"<details><summary>{title}</summary>", "")
     yield from _table(["problem", *names], rows)
+    yield from ("", "</details>")
 
 
 def _memory_lines(records: list[Record]) -> Iterator[str]:

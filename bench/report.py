@@ -19,6 +19,16 @@ DIRECTIONS = ("forward", "backward")
 _HEAT = ("direction", "workload", "problem")
 
 
+KINDS = ("grid", "captured, tiled", "captured")
+
+
+def kind_of(workload: str) -> str:
+    """Which of KINDS a workload is: the captured inputs as they are do not fill a card."""
+    if workload == "grid":
+        return "grid"
+    return "captured, tiled" if workload.endswith("-tiled") else "captured"
+
+
 def heat_of(record: Record) -> tuple:
     """What contenders must share to be compared."""
     return tuple(record[key] for key in _HEAT)
@@ -47,6 +57,12 @@ def geometric_mean(values: list[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
 
 
+def short(number: float) -> str:
+    """Three digits or more, for a table."""
+    decimals = 0 if number >= 100 else 1 if number >= 10 else 2 if number >= 0.1 else 4
+    return f"{number:.{decimals}f}"
+
+
 def is_yardstick(name: str) -> bool:
     """Whether a contender is one of PyTorch's own."""
     return name.startswith("sdpa-")
@@ -72,12 +88,15 @@ def speed_tables(
             box=box.SIMPLE_HEAD,
             title_justify="left",
         )
-        table.add_column("contender")
+        table.add_column("contender", min_width=27)
         for heading in (
             "ms",
             "iqr %",
             "TFLOP/s",
-            *(f"% {name.removeprefix('sdpa-')}" for name in YARDSTICKS),
+            "% cudnn",
+            "% flash",
+            "% effic.",
+            "% math",
             "% matmul",
             "max error",
             "cold s",
@@ -108,9 +127,9 @@ def _speed_cells(
     peak, inputs = record["peak_mb"], record["inputs_mb"]
     host = [f"{us:.0f}" for us in (record.get("host_us"), record.get("host_grad_us")) if us]
     return [
-        f"{record['ms']:.3f}",
+        f"{record['ms']:.4f}",
         f"{100 * (record['ms_q75'] - record['ms_q25']) / record['ms']:.1f}",
-        f"{own:.0f}",
+        short(own),
         *(percent(rate.get((heat, name))) for name in YARDSTICKS),
         percent(matmul),
         f"{record['max_error']:.1e}",
@@ -122,19 +141,19 @@ def _speed_cells(
 
 
 def summary(records: list[Record]) -> Iterator[tuple[str, str, str, dict[str, list[float]]]]:
-    """(backend, direction, "grid" or "captured", its rates over each SDPA kernel's, by kernel)."""
+    """(backend, direction, kind of inputs, its rates over each SDPA kernel's, by kernel)."""
     rate = rates(records)
     names = dict.fromkeys(r["backend"] for r in records if not is_yardstick(r["backend"]))
     for name in names:
         for direction in DIRECTIONS:
-            for kind in ("grid", "captured"):
+            for kind in KINDS:
                 ratios = {
                     other: [
                         own / theirs
                         for (heat, backend), own in rate.items()
                         if backend == name
                         and heat[0] == direction
-                        and heat[1].partition("-")[0] == kind
+                        and kind_of(heat[1]) == kind
                         and (theirs := rate.get((heat, other)))
                     ]
                     for other in YARDSTICKS
@@ -150,7 +169,7 @@ def summary_table(records: list[Record]) -> Table | None:
         box=box.SIMPLE_HEAD,
         title_justify="left",
     )
-    for heading in ("backend", "direction", "workload"):
+    for heading in ("backend", "direction", "inputs"):
         table.add_column(heading, no_wrap=True)
     for name in YARDSTICKS:
         table.add_column(name, justify="right")

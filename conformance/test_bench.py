@@ -351,7 +351,7 @@ def test_summary_is_the_geometric_mean(synthetic):
     assert [row[:3] for row in rows] == [
         ("triton", direction, kind)
         for direction in ("forward", "backward")
-        for kind in ("grid", "captured")
+        for kind in ("grid", "captured, tiled", "captured")
     ]
     ratios = rows[0][3]
     assert len(ratios["sdpa-cudnn"]) == 24
@@ -415,6 +415,8 @@ def test_readme_sections_and_plot_come_from_the_results(synthetic, tmp_path, cap
         "(bench/results/imaginary-9000.png)",
         "| d128 n16384 causal b1 h16 | 491 (83 %) | **589** | **589** | 324 |",
         "| `triton` | forward | grid | 0.83 (24) | 1.52 (24) |  |  |",
+        "<details><summary>forward, standard normal inputs",
+        "<details><summary>backward, captured inputs as they are",
         "`sdpa-default` launched `sdpa-cudnn` in 64 of 64 heats.",
         "| backward, d256 | 0.50 |",
         "| gradients wanted | 44 |",
