@@ -1,4 +1,4 @@
-"""Lets plain `pytest bench` run the race over the captured inputs."""
+"""Lets plain `pytest bench/test_race.py` run the race over the captured inputs."""
 
 from flash_rosetta.bench.plugin import RaceOptions, RacePlugin
 

@@ -82,6 +82,8 @@ class Entrant:
 class RacePlugin:
     """Hooks and the `heat` fixture for `test_race.py`.
 
+    Its pytest-benchmark hooks are optional: the suite may run where that is not installed.
+
     pytest runs one test after another, contenders of a heat must take turns: so the first test of
     a heat runs all of it, and the others find their outcome waiting.
     """
@@ -205,6 +207,7 @@ class RacePlugin:
             f"({seconds:.1f} s): {results or 'nobody could race'}"
         )
 
+    @pytest.hookimpl(optionalhook=True)
     def pytest_benchmark_update_machine_info(self, machine_info: dict[str, Any]) -> None:
         system = {key: machine_info[key] for key in ("system", "machine", "python_implementation")}
         machine_info.clear()  # a host's name and its compiler's say nothing about its speed
@@ -213,11 +216,13 @@ class RacePlugin:
         machine_info["device"] = self.device.type
         machine_info["matmul_tflops"] = self.matmul_tflops
 
+    @pytest.hookimpl(optionalhook=True)
     def pytest_benchmark_update_commit_info(self, commit_info: dict[str, Any]) -> None:
         commit = machine.commit()  # pytest-benchmark would look at the directory that it runs in
         commit_info.clear()
         commit_info.update(id=commit, dirty=bool(commit and commit.endswith("-dirty")))
 
+    @pytest.hookimpl(optionalhook=True)
     def pytest_benchmark_update_json(self, output_json: dict[str, Any]) -> None:
         self._name_default_kernels()
         for record in output_json["benchmarks"]:

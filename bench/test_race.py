@@ -1,6 +1,6 @@
 """The race as pytest-benchmark sees it: one test for each workload, direction and contender.
 
-`flash-rosetta race` runs this file, and so does `pytest bench`; `plugin.py` makes the parameters.
+`flash-rosetta race` runs this file, and so does `pytest bench/test_race.py`; `plugin.py` makes the parameters.
 """
 
 import pytest

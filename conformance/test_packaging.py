@@ -132,11 +132,6 @@ def parts_allowed(part: str) -> set[str]:
     return {part, "interface"}
 
 
-def part_of_file(package: str, path: Path) -> str:
-    """The part by whose rule a file goes: its folder's, or what it tests."""
-    return "bench" if path.name == "test_bench.py" else part_of(package) or package
-
-
 def forbidden_imports(part: str, source: str) -> list[str]:
     """The imports of `source`, a module of `part`, that break the rule, in order."""
     return sorted(
@@ -152,7 +147,7 @@ def test_parts_import_only_what_they_may(folders):
         f"{folder.name}/{path.name}": modules
         for name, folder in folders.items()
         for path in folder.glob("*.py")
-        if (modules := forbidden_imports(part_of_file(name, path), path.read_text("utf-8")))
+        if (modules := forbidden_imports(part_of(name) or name, path.read_text(encoding="utf-8")))
     }
     assert not wrong, "reach backends by name; see CONTRIBUTING.md"
 
