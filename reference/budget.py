@@ -114,7 +114,7 @@ def compare(
         want: the oracle's, fp64, same shape and device. Where it overflows got's dtype, inf is
             right.
         budget: from `budget_of` or `twin_budget`.
-        floor: [...] per row, an rms error that is always allowed, from `rounding_floor`.
+        floor: [...] per row, an rms error allowed on top of the budget, from `rounding_floor`.
     """
     if got.shape != want.shape:
         return Verdict(name, False, "shape", math.inf, 0, tuple(got.shape), math.nan, math.nan, 1)
@@ -145,8 +145,10 @@ def compare(
 def relative_errors(got: Tensor, want: Tensor, floor: Tensor | None = None) -> tuple[float, Tensor]:
     """Tensor error, and row errors [...]: metrics 2 and 3 above, over what is finite in both.
 
-    An rms error up to `floor` [...] counts as none. Where want is all zeros, errors are relative to
-    the smallest fp64 number: enormous, but still comparable with one another.
+    An rms error of a row up to its `floor` [...] counts as none. Floors are five times what is
+    expected, so in a whole tensor only their rms / 5 counts as none, plus what the one largest may
+    add alone. Where want is all zeros, errors are relative to the smallest fp64 number: enormous,
+    but still comparable with one another.
     """
     got, want = got.double(), want.double()
     finite = got.isfinite() & want.isfinite()
@@ -158,7 +160,8 @@ def relative_errors(got: Tensor, want: Tensor, floor: Tensor | None = None) -> t
     if floor is not None:
         floor = floor.nan_to_num(0)  # NaN only beside rows that are NaN themselves
         row_rms = (row_rms - floor).clamp(min=0)
-        rms = (rms - floor.square().mean().sqrt()).clamp(min=0)
+        typical, largest = floor.square().mean().sqrt() / 5, floor.max() / floor.numel() ** 0.5
+        rms = (rms - typical - largest).clamp(min=0)
     tiny = torch.finfo(torch.float64).tiny
     least = ROW_FLOOR * max(1, 16 / want.shape[-1]) * size
     return float(rms / size.clamp(min=tiny)), row_rms / row_size.clamp(min=least).clamp(min=tiny)
