@@ -1,6 +1,7 @@
 """The race as pytest-benchmark sees it: one test for each workload, direction and contender.
 
-`flash-rosetta race` runs this file, and so does `pytest bench/test_race.py`; `plugin.py` makes the parameters.
+`flash-rosetta race` runs this file, and so does `pytest bench/test_race.py`; the parameters are
+made in `plugin.py`.
 """
 
 import pytest
