@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from random import Random
 from typing import Any
 
 import torch
@@ -65,7 +66,8 @@ class Lane:
     """What one kind of machine has time for.
 
     `dtype` and `head_dim` are the usual ones, `seqlen` one that crosses a few tiles and ends in the
-    middle of one, `edges` the sizes around each tile boundary in use.
+    middle of one, `largest_tile` the most rows or keys of a tile, `edges` the sizes around each
+    tile boundary in use, by head_dim, `dtypes` the head_dims for each (dtype, allow_tf32).
     """
 
     name: str
@@ -74,6 +76,7 @@ class Lane:
     dtype: torch.dtype
     head_dim: int
     seqlen: int
+    largest_tile: int
     edges: dict[int, tuple[int, ...]]
     tiny: tuple[tuple[int, int], ...]
     ragged: tuple[tuple[int, int], ...]
@@ -82,6 +85,7 @@ class Lane:
     dtypes: dict[tuple[torch.dtype, bool], tuple[int, ...]]
     long: tuple[Problem, ...] = ()
     many: tuple[tuple[int, int], ...] = ()
+    random: int = 0
     scales: tuple[float, ...] = (0.0, -0.5, 3e-3, 4.0, -16.0)
 
     def problem(self, seqlen_q: int = 0, seqlen_k: int = 0, **changes: Any) -> Problem:
@@ -104,6 +108,7 @@ GPU = Lane(
     dtype=BF16,
     head_dim=64,
     seqlen=333,
+    largest_tile=256,
     # Tiles are 32, 64 or 128 rows or keys, by head_dim and direction.
     edges={
         64: (63, 64, 65, 127, 128, 129, 255, 256, 257),
@@ -139,6 +144,7 @@ GPU = Lane(
         Problem(batch=1, num_heads=2, seqlen_q=2048, head_dim=64, dtype=FP16),
     ),
     many=((70000, 1), (1, 70000)),
+    random=40,
 )
 
 CPU = Lane(
@@ -148,6 +154,7 @@ CPU = Lane(
     dtype=BF16,
     head_dim=16,
     seqlen=150,
+    largest_tile=128,
     edges={16: (63, 64, 65, 127, 128, 129)},
     tiny=((1, 1), (2, 2), (5, 5), (1, 64), (64, 1), (1, 130), (130, 1), (3, 70)),
     ragged=((33, 70), (70, 33), (130, 50), (50, 130), (192, 192), (250, 130)),
@@ -162,6 +169,7 @@ CPU = Lane(
     },
     long=(Problem(batch=1, num_heads=1, seqlen_q=1024, head_dim=32, dtype=BF16, **TOP_LEFT),),
     many=((400, 1), (1, 400)),
+    random=40,
 )
 
 INTERPRETER = Lane(
@@ -171,6 +179,7 @@ INTERPRETER = Lane(
     dtype=FP16,
     head_dim=16,
     seqlen=37,
+    largest_tile=32,
     # Tiles are 16 or 32 rows or keys.
     edges={16: (15, 16, 17, 31, 32, 33)},
     tiny=((1, 1), (2, 2), (1, 33), (33, 1)),
@@ -184,6 +193,7 @@ INTERPRETER = Lane(
         (FP64, False): (16,),
         (BF16, False): (16,),
     },
+    random=12,
     scales=(0.0, -0.5, -16.0),
 )
 
@@ -308,6 +318,24 @@ def _many(lane: Lane) -> Iterator[Case]:
         yield Case(purpose="many", problem=problem)
 
 
+def _random(lane: Lane) -> Iterator[Case]:
+    """Combinations that nobody thought of; the same ones every time."""
+    draw = Random(0)
+    for _ in range(lane.random):
+        num_kv_heads, group_size = draw.choice((1, 2, 3)), draw.choice((1, 1, 2, 4))
+        problem = lane.problem(
+            draw.randint(1, 2 * lane.seqlen),
+            draw.randint(1, 2 * lane.seqlen),
+            batch=draw.choice((1, 2, 3)),
+            num_heads=num_kv_heads * group_size,
+            num_kv_heads=num_kv_heads,
+            scale=draw.choice((lane.head_dim**-0.5, 0.05)),
+            **draw.choice(MASKS),
+        )
+        layout = draw.choice([name for name in LAYOUTS if name != "packed"])
+        yield Case(purpose="random", problem=problem, layout=layout)
+
+
 FAMILIES: tuple[Callable[[Lane], Iterator[Case]], ...] = (
     _edges,
     _tiny,
@@ -323,6 +351,7 @@ FAMILIES: tuple[Callable[[Lane], Iterator[Case]], ...] = (
     _values,
     _long,
     _many,
+    _random,
 )
 
 

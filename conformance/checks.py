@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -71,7 +71,7 @@ def attention(backend: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> 
 
     The refusal is checked: it must raise Unsupported with exactly the reasons of `why_not`.
     """
-    reasons = registry.why_not(backend, _problem(q, k, v, options))
+    reasons = registry.why_not(backend, problem_of(q, k, v, **options))
     if not reasons:
         return flash_rosetta.attention(q, k, v, backend=backend, **options)
     with pytest.raises(Unsupported) as caught:
@@ -82,20 +82,25 @@ def attention(backend: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> 
     pytest.skip(f"refused: {'; '.join(reasons)}")
 
 
-def _problem(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Problem:
+def problem_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    is_causal: bool = False,
+    causal_alignment: str = "top_left",
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Problem:
+    """The problem that `flash_rosetta.attention` poses for these arguments."""
     if q.dim() == 3:
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
-    scale = options.get("scale")
     needs_backward = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-    return ops.problem_of(
-        q,
-        k,
-        v,
-        options.get("is_causal", False),
-        options.get("causal_alignment", "top_left"),
-        q.shape[-1] ** -0.5 if scale is None else float(scale),
-        needs_backward,
-    )
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    problem = ops.problem_of(q, k, v, is_causal, causal_alignment, scale, needs_backward)
+    if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
+        return replace(problem, dtype=torch.get_autocast_dtype(q.device.type))
+    return problem
 
 
 def options_of(problem: Problem) -> dict[str, Any]:
@@ -245,7 +250,9 @@ def _failure(backend: str, problem: Problem, label: str, reports: list[str]) -> 
 
 
 def rerun_command(backend: str, problem: Problem) -> str:
-    """The command line that runs the current test on this problem alone."""
-    test = re.search(r"::(\w+)", os.environ.get("PYTEST_CURRENT_TEST", ""))
+    """The command line that runs the current test alone, on this problem where it takes any."""
+    current = os.environ.get("PYTEST_CURRENT_TEST", "")
+    test = re.search(r"::(\w+)", current)
     only = f" -k {test[1]}" if test else ""
-    return f"flash-rosetta conformance --backend {backend} --problem {problem.id}{only}"
+    asked = f" --problem {problem.id}" if not test or problem.id in current else ""
+    return f"flash-rosetta conformance --backend {backend}{asked}{only}"

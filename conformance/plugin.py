@@ -33,6 +33,9 @@ ONLY_BY_NAME = ("triton_baseline",)
 LIMIT_S = 120.0
 """Seconds a test may take before it counts as hung; `@pytest.mark.limit(seconds)` changes it."""
 
+INTERPRETER_WARNINGS = "ignore::RuntimeWarning:triton.runtime.interpreter"
+"""NumPy's remarks on infinities, which the interpreter computes with as a GPU would."""
+
 MARKERS = (
     "limit(seconds): how long a conformance test may take before it counts as hung",
     "purposes(*names): run the test on the cases with these purposes only",
@@ -118,12 +121,22 @@ SUITE = pytest.StashKey[Suite]()
 def pytest_configure(config: pytest.Config) -> None:
     for marker in MARKERS:
         config.addinivalue_line("markers", marker)
+    config.addinivalue_line("filterwarnings", INTERPRETER_WARNINGS)
     suite = config.stash[SUITE] = Suite(config)
     config.add_cleanup(suite.watchdog.close)
     config.pluginmanager.register(Tallies(must_run=suite.named))
     wanted = suite.named or registry.names()
-    if suite.device.type == "cpu" and any("triton" in name for name in wanted):
-        _interpret_triton(config)
+    if suite.device.type == "cpu":
+        _use_one_thread(config)
+        if any("triton" in name for name in wanted):
+            _interpret_triton(config)
+
+
+def _use_one_thread(config: pytest.Config) -> None:
+    """Problems are small here: more threads only wait for each other, and for other processes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    config.add_cleanup(lambda: torch.set_num_threads(threads))
 
 
 def _interpret_triton(config: pytest.Config) -> None:

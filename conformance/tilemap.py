@@ -62,7 +62,7 @@ def _row_size(name: str, want: Tensor) -> Tensor | float:
 
 
 def _column_tiles(x: Tensor) -> Tensor:
-    """Mean over each tile of columns, [..., rows, column tiles]; a ragged one counts what it has."""
+    """Mean over each tile of columns, [..., rows, column tiles], a ragged one over what it has."""
 
     def sums(t: Tensor) -> Tensor:
         return pad(t, (0, -t.shape[-1] % TILE)).unflatten(-1, (-1, TILE)).sum(-1)

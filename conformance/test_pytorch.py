@@ -1,0 +1,270 @@
+"""How a backend lives with the rest of PyTorch: compiler, autocast, streams, graphs, devices."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from flash_rosetta import Inputs, Problem, ops
+from flash_rosetta.conformance import checks
+from flash_rosetta.conformance.cases import LAYOUTS, TOP_LEFT, Case, Lane
+
+GRADIENTS = ("dq", "dk", "dv")
+
+COMPILE_LIMIT_S = 300
+
+
+def dense(problem: Problem, device: torch.device) -> Inputs:
+    return LAYOUTS["dense"](problem.inputs(device))
+
+
+def with_gradients(x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (t.detach().requires_grad_() for t in x[:3])
+    return q, k, v
+
+
+def compiler(device: torch.device) -> str:
+    """Everything of torch.compile but code generation, which on a CPU takes a C++ compiler."""
+    return "inductor" if device.type == "cuda" else "aot_eager"
+
+
+@pytest.mark.limit(COMPILE_LIMIT_S)
+def test_compiles_whole_with_dynamic_lengths(backend: str, lane: Lane, device: torch.device):
+    """One graph, compiled once, serves lengths that it was not compiled for."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    compilations = CompileCounterWithBackend(compiler(device))
+
+    @torch.compile(fullgraph=True, backend=compilations)
+    def loss(x: Inputs) -> tuple[Tensor, Tensor]:
+        o, lse = checks.flash_rosetta.attention(
+            *x[:3], is_causal=True, return_lse=True, backend=backend
+        )
+        return o * 2, lse + 1
+
+    for seqlen in (lane.seqlen, lane.seqlen + 19, lane.seqlen - 5):
+        problem = lane.problem(seqlen, **TOP_LEFT)
+        x = problem.inputs(device)
+        q, k, v = with_gradients(x)
+        checks.attention(backend, q, k, v, is_causal=True)  # or skip
+        for t in (q, k, v):
+            torch._dynamo.mark_dynamic(t, 2)
+        o, lse = loss(Inputs(q, k, v, x.do, x.dlse))
+        grads = torch.autograd.grad((o, lse), (q, k, v), (x.do / 2, x.dlse))
+        got = checks.Outputs(o.detach() / 2, lse.detach() - 1, *grads)
+        checks.compare(backend, got, x, problem, label=f"{problem.id}, compiled")
+    assert compilations.frame_count == 1
+    torch._dynamo.reset()
+
+
+@pytest.mark.limit(COMPILE_LIMIT_S)
+def test_opcheck(backend: str, lane: Lane, device: torch.device):
+    """Schema, fake tensors, autograd registration and traced gradients of both custom ops."""
+    problem = lane.problem(num_heads=2, num_kv_heads=1, **TOP_LEFT)
+    x = problem.inputs(device)
+    q, k, v = with_gradients(x)
+    checks.attention(backend, q, k, v, is_causal=True)  # or skip
+    o, lse = ops.forward(q, k, v, True, "top_left", problem.scale, True, backend)
+    torch.library.opcheck(ops.forward, (q, k, v, True, "top_left", problem.scale, True, backend))
+    saved = (t.detach() for t in (x.do, x.dlse, x.q, x.k, x.v, o, lse))
+    torch.library.opcheck(ops.backward, (*saved, True, "top_left", problem.scale, backend))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_autocast_casts_as_sdpa_does(
+    backend: str, lane: Lane, device: torch.device, dtype: torch.dtype
+):
+    problem = lane.problem(dtype=torch.float32, **TOP_LEFT)
+    x = problem.inputs(device)
+    q, k, v = with_gradients(x)
+    with torch.autocast(device.type, dtype):
+        o, lse = checks.attention(backend, q, k, v, is_causal=True, return_lse=True)
+    assert o.dtype == dtype
+    assert lse.dtype == torch.float32
+    do = x.do.to(dtype)
+    grads = torch.autograd.grad((o, lse), (q, k, v), (do, x.dlse))
+    assert all(grad.dtype == torch.float32 for grad in grads)
+    low = Inputs(*(t.to(dtype) for t in x[:3]), do, x.dlse)
+    got = checks.Outputs(o.detach(), lse.detach(), *grads)
+    checks.compare(backend, got, low, replace(problem, dtype=dtype), label="autocast")
+
+
+def test_autocast_leaves_fp64_and_its_own_dtype_alone(
+    backend: str, lane: Lane, device: torch.device
+):
+    x = lane.problem().inputs(device)
+    plain = checks.attention(backend, x.q, x.k, x.v)
+    with torch.autocast(device.type, lane.dtype):
+        assert torch.equal(checks.attention(backend, x.q, x.k, x.v), plain)
+
+
+def test_checkpoint_recomputes_the_same(backend: str, lane: Lane, device: torch.device):
+    problem = lane.problem(**TOP_LEFT)
+    x = dense(problem, device)
+    q, k, v = with_gradients(x)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return checks.attention(backend, q, k, v, is_causal=True, return_lse=True)
+
+    o, lse = checkpoint(call, q, k, v, use_reentrant=False)
+    grads = torch.autograd.grad((o, lse), (q, k, v), (x.do, x.dlse))
+    got = checks.Outputs(o.detach(), lse.detach(), *grads)
+    checks.compare(backend, got, x, problem, label="checkpoint")
+
+
+def test_a_retained_graph_gives_the_same_again(backend: str, lane: Lane, device: torch.device):
+    problem = lane.problem(**TOP_LEFT)
+    x = dense(problem, device)
+    q, k, v = with_gradients(x)
+    o, lse = checks.attention(backend, q, k, v, is_causal=True, return_lse=True)
+    for _ in range(2):
+        grads = torch.autograd.grad((o, lse), (q, k, v), (x.do, x.dlse), retain_graph=True)
+        got = checks.Outputs(o.detach(), lse.detach(), *grads)
+        checks.compare(backend, got, x, problem, label="retained graph")
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(backend: str, lane: Lane, device: torch.device, mode: type):
+    x = lane.problem().inputs(device)
+    q, k, v = with_gradients(x)
+    with mode():
+        o = checks.attention(backend, q, k, v)
+    assert not o.requires_grad
+    assert torch.equal(o, checks.attention(backend, x.q, x.k, x.v))
+
+
+@pytest.mark.parametrize("through", ["o", "lse"])
+def test_gradient_of_one_output(backend: str, lane: Lane, device: torch.device, through: str):
+    case = Case(purpose=f"only_{through}", problem=lane.problem(**TOP_LEFT))
+    got = checks.solves(backend, case, device, gradients=GRADIENTS, through=through)
+    assert through == "o" or not got["dv"].any(), "lse does not depend on v"
+
+
+def test_gradient_of_a_sum(backend: str, lane: Lane, device: torch.device):
+    """`o.sum().backward()` passes on a gradient of which every stride is 0."""
+    problem = lane.problem(**TOP_LEFT)
+    x = dense(problem, device)
+    q, k, v = with_gradients(x)
+    o, lse = checks.attention(backend, q, k, v, is_causal=True, return_lse=True)
+    o.sum().backward()
+    got = checks.Outputs(o.detach(), lse.detach(), q.grad, k.grad, v.grad)
+    ones = x._replace(do=torch.ones_like(x.do))
+    checks.compare(backend, got, ones, problem, through="o", label="o.sum().backward()")
+
+
+def test_threads_do_not_disturb_each_other(backend: str, lane: Lane, device: torch.device):
+    if lane.name == "interpreter":
+        pytest.skip("Triton's interpreter runs on one thread")
+    problems = [lane.problem(lane.seqlen + i, **TOP_LEFT) for i in range(3)]
+    inputs = [dense(problem, device) for problem in problems]
+    checks.attention(backend, *with_gradients(inputs[0]), is_causal=True)  # or skip
+    results: dict[int, checks.Outputs] = {}
+
+    def work(i: int) -> None:
+        q, k, v = with_gradients(inputs[i])
+        o, lse = checks.attention(backend, q, k, v, is_causal=True, return_lse=True)
+        grads = torch.autograd.grad((o, lse), (q, k, v), inputs[i][3:])
+        results[i] = checks.Outputs(o.detach(), lse.detach(), *grads)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, (problem, x) in enumerate(zip(problems, inputs, strict=True)):
+        assert i in results, f"thread {i} raised"
+        checks.compare(backend, results[i], x, problem, label=f"thread {i}")
+
+
+def test_deterministic_algorithms(
+    backend: str, lane: Lane, device: torch.device, monkeypatch: pytest.MonkeyPatch
+):
+    """Under `torch.use_deterministic_algorithms` it runs, or says why not; never with a warning."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    problem = lane.problem(deterministic=True, **TOP_LEFT)
+    checks.solves(
+        backend, Case(purpose="deterministic", problem=problem), device, gradients=GRADIENTS
+    )
+
+
+def test_runs_on_the_current_stream(backend: str, lane: Lane, gpu: torch.device):
+    """Inputs written late on a side stream are read after, not before, they are written."""
+    problem = lane.problem(**TOP_LEFT)
+    x = dense(problem, gpu)
+    checks.run(backend, x, problem, gradients=GRADIENTS)  # compile, or skip
+    late = Inputs(*(torch.full_like(t, torch.nan) for t in x))
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)
+        for target, source in zip(late, x, strict=True):
+            target.copy_(source)
+        q, k, v = with_gradients(late)
+        o, lse = checks.attention(backend, q, k, v, is_causal=True, return_lse=True)
+        grads = torch.autograd.grad((o, lse), (q, k, v), late[3:])
+    torch.cuda.synchronize()
+    got = checks.Outputs(o.detach(), lse.detach(), *grads)
+    checks.compare(backend, got, x, problem, label="side stream")
+
+
+def test_graph_capture_and_replay(backend: str, lane: Lane, gpu: torch.device):
+    """Forward and backward recorded once, replayed on other numbers."""
+    problem = lane.problem(**TOP_LEFT)
+    first, second = (dense_from_seed(problem, gpu, seed) for seed in (0, 1))
+    x = Inputs(*(t.clone() for t in first))
+
+    def call() -> checks.Outputs:
+        q, k, v = with_gradients(x)
+        o, lse = checks.attention(backend, q, k, v, is_causal=True, return_lse=True)
+        grads = torch.autograd.grad((o, lse), (q, k, v), x[3:])
+        return checks.Outputs(o.detach(), lse.detach(), *grads)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = call()
+    for numbers in (first, second):
+        for target, source in zip(x, numbers, strict=True):
+            target.copy_(source)
+        graph.replay()
+        torch.cuda.synchronize()
+        checks.compare(backend, got, x, problem, label="graph replay")
+
+
+def dense_from_seed(problem: Problem, device: torch.device, seed: int) -> Inputs:
+    return LAYOUTS["dense"](problem.inputs(device, seed))
+
+
+def test_a_device_that_is_not_the_current_one(backend: str, lane: Lane, gpu: torch.device):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    other = torch.device("cuda", 1 - torch.cuda.current_device())
+    case = Case(purpose="other_device", problem=lane.problem(**TOP_LEFT))
+    checks.solves(backend, case, other, gradients=GRADIENTS)
+
+
+@pytest.mark.thorough
+def test_memory_grows_linearly(backend: str, lane: Lane, gpu: torch.device):
+    """Twice the length takes at most twice the memory, and a bit, beyond the inputs."""
+    peaks = []
+    for seqlen in (4096, 8192):
+        problem = lane.problem(seqlen, batch=1, num_heads=4)
+        x = problem.inputs(gpu)
+        q, k, v = with_gradients(x)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        o = checks.attention(backend, q, k, v)
+        torch.autograd.grad(o, (q, k, v), x.do)
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        del o
+    assert peaks[1] < 2.3 * peaks[0], f"peak bytes {peaks[0]} at 4096, {peaks[1]} at 8192"
