@@ -462,7 +462,7 @@ def test_bad_options_are_refused_with_a_reason(arguments, complaint, monkeypatch
 RACE_WITH_A_LIAR = """
     import json, sys
     from flash_rosetta import register, registry
-    from flash_rosetta.bench import race, timing
+    from flash_rosetta.bench import plugin, race, timing
 
     reference = registry.get("reference")
 
@@ -487,7 +487,12 @@ RACE_WITH_A_LIAR = """
         measured.append(measure(*args, **options))
         return measured[-1]
 
+    def name_kernels(self):
+        for _, outcome in self.outcomes:
+            outcome.info["kernel"] = "named when all was timed"
+
     timing.race = spy
+    plugin.RacePlugin._name_default_kernels = name_kernels
     status = race.main(sys.argv[2:])
     json.dump(measured, open(sys.argv[1], "w"))
     sys.exit(status)
@@ -537,6 +542,7 @@ def test_a_race_without_a_gpu_end_to_end(tmp_path):
     for record in records.values():
         assert record["extra_info"]["tflops"] is None
         assert record["extra_info"]["ms"] is None
+        assert record["extra_info"]["kernel"] == "named when all was timed"
         assert record["extra_info"]["rel_error"] < 2e-5
         assert record["options"]["timer"] == "flash_rosetta.bench.timing.replay"
     assert results["machine_info"]["device"] == "cpu"

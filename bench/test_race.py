@@ -20,6 +20,6 @@ def test_race(entrant, heat, benchmark):
             pytest.skip(report)
         pytest.fail(report, pytrace=False)
     benchmark.group = entrant.group
-    benchmark.extra_info.update(outcome.info)
+    benchmark.extra_info = outcome.info  # itself, no copy: the JSON has what is added later
     REPLAY.load(outcome.seconds)
     benchmark.pedantic(lambda: None, rounds=len(outcome.seconds))
