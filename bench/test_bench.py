@@ -225,13 +225,17 @@ def test_contenders_are_everyone_unless_named():
         contenders(None, ["cudnn"])
 
 
-def test_slow_and_baseline_backends_race_on_a_gpu_only_when_named():
+def test_slow_and_baseline_backends_race_on_a_gpu_only_when_named(monkeypatch):
     long = Problem(batch=1, num_heads=1, seqlen_q=2048, head_dim=64, target="sm_90")
     reasons = BackendContender("reference", named=False).why_not(long)
     assert "seqlen 2048 is above 512" in reasons[0]
     assert BackendContender("reference", named=True).why_not(long) == []
     on_cpu = Problem(batch=1, num_heads=1, seqlen_q=2048, head_dim=64)
     assert BackendContender("reference", named=False).why_not(on_cpu) == []
+    monkeypatch.setattr("flash_rosetta.bench.contenders.ONLY_WHEN_NAMED", ("reference",))
+    reasons = BackendContender("reference", named=False).why_not(on_cpu)
+    assert reasons == ["races only when named: --backend reference"]
+    assert BackendContender("reference", named=True).why_not(on_cpu) == []
 
 
 @pytest.fixture
