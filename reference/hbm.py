@@ -41,6 +41,11 @@ class Hbm:
         self.traffic.writes[name] += rows.numel()
         rows.copy_(tile[..., : rows.shape[-2], :])
 
+    def store_all(self, name: str, value: float) -> None:
+        """Fill a whole tensor."""
+        self.traffic.writes[name] += self.tensors[name].numel()
+        self.tensors[name].fill_(value)
+
     def _rows(self, name: str, start: int, size: int, g: int | None) -> Tensor:
         x = self.tensors[name]
         heads = x if g is None else x[:, g :: self.group_size]

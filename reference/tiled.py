@@ -126,7 +126,7 @@ def backward(
     """dq, dk, dv in the dtypes of q, k, v, by arXiv 2307.08691, Algorithm 2.
 
     `o` and `lse` are the forward's. `dlse` (None: zero) is ignored where lse is -inf. `observe` is
-    called at each step ("tile", "end").
+    called at each step ("start", "tile", "end").
     """
     _check_tiles(tile_q, tile_k)
     dtype, scale = accumulate_dtype(q.dtype), problem.scale
@@ -138,7 +138,8 @@ def backward(
     if dlse is not None:
         hbm.tensors["dlse"] = dlse[..., None]
 
-    # Preprocess: delta, and a zero to add dq to.
+    # Preprocess: delta, and zeros to add dq to.
+    hbm.store_all("dq_acc", 0.0)
     for g in range(problem.group_size):
         for q_start in range(0, problem.seqlen_q, tile_q):
             o_tile = hbm.load("o", q_start, tile_q, g).to(dtype)
@@ -149,7 +150,6 @@ def backward(
                 dlse_tile = hbm.load("dlse", q_start, tile_q, g).to(dtype)
                 delta_tile = delta_tile - dlse_tile.where(lse_tile != -torch.inf, 0)
             hbm.store("delta", q_start, delta_tile, g)
-            hbm.store("dq_acc", q_start, dq_acc.new_zeros(*do_tile.shape[:3], q.shape[3]), g)
 
     # Main.
     for k_start in range(0, problem.seqlen_k, tile_k):
@@ -157,6 +157,7 @@ def backward(
         v_tile = hbm.load("v", k_start, tile_k)
         dk_tile = torch.zeros_like(k_tile, dtype=dtype)
         dv_tile = torch.zeros_like(v_tile, dtype=dtype)
+        observe("start", k_start=k_start, k_tile=k_tile)
 
         for g in range(problem.group_size):
             for q_start in range(query_start(k_start, tile_q, problem), problem.seqlen_q, tile_q):
@@ -232,9 +233,10 @@ def visible(
 
 
 def _rows_with_a_key(q_start: int, tile_q: int, problem: Problem, device: torch.device) -> Tensor:
-    """[tile_q, 1]: false for the first rows of bottom-right with more queries than keys."""
+    """[tile_q, 1]: false past the end, and for the first rows if bottom-right has fewer keys."""
     i = torch.arange(q_start, q_start + tile_q, device=device)[:, None]
-    return i >= (-problem.causal_offset if problem.is_causal else 0)
+    first = -problem.causal_offset if problem.is_causal else 0
+    return (i >= first) & (i < problem.seqlen_q)
 
 
 def _check_tiles(tile_q: int, tile_k: int) -> None:
