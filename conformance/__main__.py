@@ -1,4 +1,4 @@
-"""The suite from any directory: `flash-rosetta conformance`, `python -m flash_rosetta.conformance`."""
+"""The suite from any directory: `flash-rosetta conformance --backend NAME`."""
 
 from __future__ import annotations
 

@@ -142,6 +142,7 @@ GPU = Lane(
     long=(
         Problem(batch=1, num_heads=2, seqlen_q=4096, head_dim=128, dtype=BF16, **TOP_LEFT),
         Problem(batch=1, num_heads=2, seqlen_q=2048, head_dim=64, dtype=FP16),
+        Problem(batch=1, num_heads=2, seqlen_q=100, seqlen_k=16384, head_dim=64, dtype=BF16),
     ),
     many=((70000, 1), (1, 70000)),
     random=40,
@@ -167,7 +168,10 @@ CPU = Lane(
         (FP64, False): (16, 64),
         (BF16, False): (64,),
     },
-    long=(Problem(batch=1, num_heads=1, seqlen_q=1024, head_dim=32, dtype=BF16, **TOP_LEFT),),
+    long=(
+        Problem(batch=1, num_heads=1, seqlen_q=1024, head_dim=32, dtype=BF16, **TOP_LEFT),
+        Problem(batch=1, num_heads=1, seqlen_q=40, seqlen_k=6000, head_dim=32, dtype=BF16),
+    ),
     many=((400, 1), (1, 400)),
     random=40,
 )
@@ -303,10 +307,12 @@ def _values(lane: Lane) -> Iterator[Case]:
         yield Case(purpose="huge", problem=lane.problem(**mask), values="matched", is_quick=True)
         bf16 = lane.problem(dtype=BF16, **mask)
         yield Case(purpose="huge", problem=bf16, values="constant", forward_only=True)
+        sunk = lane.problem(**mask)
+        yield Case(purpose="huge", problem=sunk, values="sunk", forward_only=True)
 
 
 def _long(lane: Lane) -> Iterator[Case]:
-    """Long sequences, where a fault in a few late rows hides in a whole-tensor error."""
+    """Long sequences: few wrong rows hide in a tensor error, and many small errors add up."""
     for problem in lane.long:
         yield Case(purpose="long", problem=problem)
 
@@ -393,6 +399,11 @@ def _repelled(x: Inputs, problem: Problem) -> Inputs:
     return _shifted_scores(x, problem, -30.0)
 
 
+def _sunk(x: Inputs, problem: Problem) -> Inputs:
+    """Scores near -1e5, below any finite number that might stand for minus infinity."""
+    return _shifted_scores(x, problem, -1e5)
+
+
 def _damped(x: Inputs, problem: Problem) -> Inputs:
     """Inputs small enough to leave the scores of a large scale in the usual range."""
     return x._replace(q=x.q * (problem.head_dim**-0.5 / abs(problem.scale)))
@@ -422,6 +433,7 @@ VALUES: dict[str, Callable[[Inputs, Problem], Inputs]] = {
     "zeros": _zeros,
     "loud": _loud,
     "repelled": _repelled,
+    "sunk": _sunk,
     "damped": _damped,
     "undamped": lambda x, problem: x,
     "peaked8": _peaked(8),

@@ -110,7 +110,7 @@ def test_rows_without_keys(backend: str, lane: Lane, device: torch.device):
 
 @pytest.mark.parametrize("mask", [{}, TOP_LEFT], ids=["full", "causal"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_in_a_key_reaches_the_rows_that_see_it(
+def test_inf_and_nan_in_a_key_reach_its_rows(
     backend: str, lane: Lane, device: torch.device, value: float, mask: dict
 ):
     problem = lane.problem(**mask)
