@@ -60,15 +60,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, 
     if problem.is_empty:
         o = q.new_zeros(*q.shape[:3], v.shape[3])
         return o, q.new_full(q.shape[:3], -torch.inf, dtype=accumulate_dtype(q.dtype))
-    o, lse = [], []
-    k, v = _grouped(k, problem), _grouped(v, problem)
+    q, k, v = (_grouped(x, problem) for x in (q, k, v))
+    chunks = []
     with matmul_precision(problem):
         for rows in _row_chunks(problem):
-            s, visible = _scores(_grouped(q, problem)[..., rows, :], k, rows, problem)
-            o_rows, lse_rows = _softmax_times_v(s, v, visible)
-            o.append(o_rows.to(q.dtype))
-            lse.append(lse_rows)
-    return torch.cat(o, dim=-2).flatten(1, 2), torch.cat(lse, dim=-2).flatten(1, 2).squeeze(-1)
+            s, visible = _scores(q[..., rows, :], k, rows, problem)
+            chunks.append(_softmax_times_v(s, v, visible))
+    o, lse = (torch.cat(parts, dim=-2).flatten(1, 2) for parts in zip(*chunks, strict=True))
+    return o.to(q.dtype), lse.squeeze(-1)
 
 
 def backward(
@@ -82,12 +81,11 @@ def backward(
     if problem.is_empty:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     dtype, scale = accumulate_dtype(q.dtype), problem.scale
-    grouped_q, grouped_do = _grouped(q, problem), _grouped(do, problem)
-    k, v = _grouped(k, problem), _grouped(v, problem)
-    dq, dk, dv = [], k.new_zeros(k.shape, dtype=dtype), v.new_zeros(v.shape, dtype=dtype)
+    q, k, v, do = (_grouped(x, problem) for x in (q, k, v, do))
+    dq, dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v))
     with matmul_precision(problem):
         for rows in _row_chunks(problem):
-            q_rows, do_rows = grouped_q[..., rows, :], grouped_do[..., rows, :]
+            q_rows, do_rows = q[..., rows, :], do[..., rows, :]
             s, visible = _scores(q_rows, k, rows, problem)  # (1)
             o, lse = _softmax_times_v(s, v, visible)
             delta = (do_rows.to(dtype) * o.to(q.dtype)).sum(-1, keepdim=True)
@@ -98,10 +96,10 @@ def backward(
             dv += _product(p.to(q.dtype).mT, do_rows, visible.mT).sum(2, keepdim=True)  # (2)
             dp = do_rows.to(dtype) @ v.to(dtype).mT  # (3)
             ds = (p * (dp - delta)).where(visible, 0).to(q.dtype)
-            dq.append(scale * _product(ds, k, visible))  # (4)
+            dq[..., rows, :] = scale * _product(ds, k, visible)  # (4)
             dk += scale * _product(ds.mT, q_rows, visible.mT).sum(2, keepdim=True)  # (5)
-    dq = torch.cat(dq, dim=-2)
-    return tuple(grad.flatten(1, 2).to(q.dtype) for grad in (dq, dk, dv))
+    dq, dk, dv = (grad.flatten(1, 2).to(q.dtype) for grad in (dq, dk, dv))
+    return dq, dk, dv
 
 
 def _grouped(x: Tensor, problem: Problem) -> Tensor:

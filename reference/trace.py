@@ -21,7 +21,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     problem, tile, seed = _parse(argv)
     inputs = problem.inputs(seed=seed)
     q, k, v, do, dlse = inputs
-    tiles = {"tile_q": tile, "tile_k": tile}
     count_q, count_k = -(-problem.seqlen_q // tile), -(-problem.seqlen_k // tile)
     print(
         f"FlashAttention-2, {problem.id}, seed {seed}\n"
@@ -34,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"  l      sum of exp(s - m) so far\n"
         f"  acc    sum of exp(s - m) v so far, divided by l only at the end"
     )
-    o, lse = tiled.forward(q, k, v, problem, **tiles, observe=_print_forward_step)
+    o, lse = tiled.forward(q, k, v, problem, tile_q=tile, tile_k=tile, observe=_print_forward_step)
     print(
         "\n"
         "Backward: delta = rowsum(do * o) - dlse, then for each key tile, all query tiles that\n"
@@ -42,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "chip, dq of the query tile in HBM, from one key tile to the next."
     )
     grads = tiled.backward(
-        do, dlse, q, k, v, o, lse, problem, **tiles, observe=_print_backward_step
+        do, dlse, q, k, v, o, lse, problem, tile_q=tile, tile_k=tile, observe=_print_backward_step
     )
     return _print_comparison(problem, inputs, (o, lse, *grads))
 
