@@ -329,6 +329,16 @@ def test_python_dash_m_runs_the_command_line(tmp_path):
     assert "usage: flash-rosetta" in run("-m", "flash_rosetta", "--help", cwd=tmp_path)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX shell")
+@pytest.mark.parametrize("arguments", ["--help", "trace"])
+def test_a_reader_that_leaves_early_sees_no_traceback(arguments, tmp_path):
+    command = f"'{sys.executable}' -m flash_rosetta {arguments} | true"  # leaves before any output
+    done = subprocess.run(
+        ["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.stderr == ""
+
+
 def test_the_machine_is_described_in_plain_json_values():
     described = machine.describe()
     assert json.loads(json.dumps(described)) == described
