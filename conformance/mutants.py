@@ -8,12 +8,9 @@ some published kernel had. `flash-rosetta conformance --kill-table` shows which 
 
 from __future__ import annotations
 
-import contextlib
-import io
-import os
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,10 +19,9 @@ from types import ModuleType
 import pytest
 from torch import Tensor
 
-from flash_rosetta import Problem, registry
+from flash_rosetta import Problem
+from flash_rosetta.conformance.nested import run_suite
 from flash_rosetta.reference import hbm, tiled
-
-HERE = Path(__file__).parent
 
 TILES = {"tile_q": 64, "tile_k": 32}
 """Small and unequal, so that small problems cross the boundaries of both."""
@@ -358,15 +354,10 @@ def hunt(mutants: Collection[Mutant] = MUTANTS) -> list[Kill]:
     chosen: dict[str, set[Test]] = {m.name: {m.caught_by} for m in mutants if m.caught_by}
     chosen[UNBROKEN.name] = {m.caught_by for m in mutants if m.caught_by}
     outcomes = _Outcomes(chosen)
-    files = sorted({str(HERE / test.file) for test in chosen[UNBROKEN.name]})
-    backends = [argument for name in chosen for argument in ("--backend", name)]
-    quiet = ["-q", "-p", "no:cacheprovider", "-p", "no:timeout", "-c", os.devnull, "--tb=no"]
-    plugin = ["-p", "flash_rosetta.conformance.plugin"]
-    arguments = [*quiet, *plugin, "--rootdir", str(HERE), *backends, *files]
-    with _registered([*mutants, UNBROKEN]), contextlib.redirect_stdout(io.StringIO()) as printed:
-        status = pytest.main(arguments, plugins=[outcomes])
+    files = sorted({test.file for test in chosen[UNBROKEN.name]})
+    status, printed = run_suite([*mutants, UNBROKEN], files, "-q", "--tb=no", plugins=[outcomes])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        raise RuntimeError(f"the suite did not run on its mutants:\n{printed.getvalue()}")
+        raise RuntimeError(f"the suite did not run on its mutants:\n{printed}")
     return [
         Kill(
             mutant,
@@ -376,17 +367,6 @@ def hunt(mutants: Collection[Mutant] = MUTANTS) -> list[Kill]:
         )
         for mutant in mutants
     ]
-
-
-@contextlib.contextmanager
-def _registered(mutants: Collection[Mutant]) -> Iterator[None]:
-    for mutant in mutants:
-        registry.register(mutant)
-    try:
-        yield
-    finally:
-        for mutant in mutants:
-            registry.unregister(mutant.name)
 
 
 class _Outcomes:

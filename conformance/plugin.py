@@ -53,6 +53,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="backend to test; may be repeated or hold a comma list "
         "(default: every registered backend that can do something on this machine)",
     )
+    group.addoption(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="where the tensors live (default: cuda if there is a GPU)",
+    )
     group.addoption("--quick", action="store_true", help="only the cases that find most faults")
     group.addoption(
         "--problem",
@@ -70,7 +75,8 @@ class Suite:
         self.named = list(dict.fromkeys(name for name in given if name))
         self.is_quick: bool = config.getoption("--quick")
         self.problem: str | None = config.getoption("--problem")
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(config.getoption("--device") or default)
         self.watchdog = Watchdog()
 
     @cached_property
@@ -169,9 +175,14 @@ def pytest_collection(session: pytest.Session) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if not _is_ours(Path(metafunc.module.__file__)) or "backend" not in metafunc.fixturenames:
+    if not _is_ours(Path(metafunc.module.__file__)):
         return
     suite = metafunc.config.stash[SUITE]
+    if "compilable" in metafunc.fixturenames:
+        names = [name for name in suite.backends if suite.can_compile(name)]
+        metafunc.parametrize("compilable", names, scope="module")
+    if "backend" not in metafunc.fixturenames:
+        return
     if "case" not in metafunc.fixturenames:
         metafunc.parametrize("backend", suite.backends)
         return
@@ -195,14 +206,15 @@ def _is_ours(path: Path) -> bool:
 def _backend_of(item: pytest.Item) -> str | None:
     """The backend that an item of the suite is about."""
     params = item.callspec.params if hasattr(item, "callspec") and _is_ours(item.path) else {}
-    return params.get("backend")
+    return params.get("backend") or params.get("compilable")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     suite = config.stash[SUITE]
+    is_partial = suite.is_quick or suite.problem is not None
     for name in suite.backends:
-        _expect_failures(name, [item for item in items if _backend_of(item) == name])
+        _expect_failures(name, [i for i in items if _backend_of(i) == name], is_partial)
     left_out = [item for item in items if _is_ours(item.path) and _is_left_out(suite, item)]
     config.hook.pytest_deselected(items=left_out)
     dropped = set(left_out)
@@ -222,21 +234,26 @@ def _is_left_out(suite: Suite, item: pytest.Item) -> bool:
     return suite.is_quick and item.get_closest_marker("thorough") is not None
 
 
-def _expect_failures(name: str, items: list[pytest.Item]) -> None:
-    """Mark the tests that a backend says it fails, strictly; refuse a name that fits none."""
+def _expect_failures(name: str, items: list[pytest.Item], is_partial: bool) -> None:
+    """Mark the tests that a backend says it fails, strictly; refuse a name that fits none.
+
+    A partial run leaves cases out, so that the name of a case may fit none of those collected.
+    """
     try:
         expected: dict[str, str] = dict(getattr(registry.get(name), "expected_failures", {}))
     except Unsupported:
         return
-    functions = _test_functions()
     collected = {item.name.partition("[")[0] for item in items}
-    unmatched = {test for test in expected if test.partition("[")[0] not in functions - collected}
+    not_collected = _test_functions() - collected
+    unmatched = {test for test in expected if test.partition("[")[0] not in not_collected}
     for item in items:
         function, _, inside = item.name.partition("[")
         short = f"{function}[{inside.removeprefix(name).removeprefix('-')}"
         for test in {function, short} & expected.keys():
             item.add_marker(pytest.mark.xfail(reason=expected[test], strict=True))
             unmatched.discard(test)
+    if is_partial:
+        unmatched = {test for test in unmatched if "[" not in test}
     if unmatched:
         raise pytest.UsageError(
             f"backend {name!r} expects failures of tests that do not exist: "

@@ -59,9 +59,10 @@ class Tallies:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(
-        self, terminalreporter: pytest.TerminalReporter, config: pytest.Config
+        self, terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
     ) -> None:
-        if config.getoption("collectonly"):
+        usage_error = exitstatus == pytest.ExitCode.USAGE_ERROR
+        if usage_error or config.getoption("collectonly") or not (self.of or self.idle()):
             return
         terminalreporter.section("flash-rosetta conformance")
         width = max(map(len, ["backend", *self.of]))

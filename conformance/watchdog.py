@@ -21,7 +21,8 @@ class Watchdog:
     its creation, which pytest has not captured yet.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, grace_s: float = GRACE_S) -> None:
+        self.grace_s = grace_s
         self.stderr = os.dup(sys.__stderr__.fileno()) if sys.__stderr__ is not None else None
 
     def close(self) -> None:
@@ -36,10 +37,12 @@ class Watchdog:
             yield
             return
         message = f"\nflash-rosetta: {what} hangs, it took over {limit_s:g} s; giving up\n"
-        notice = threading.Timer(limit_s + GRACE_S / 2, os.write, (self.stderr, message.encode()))
+        notice = threading.Timer(
+            limit_s + self.grace_s / 2, os.write, (self.stderr, message.encode())
+        )
         notice.daemon = True
         notice.start()
-        faulthandler.dump_traceback_later(limit_s + GRACE_S, exit=True, file=self.stderr)
+        faulthandler.dump_traceback_later(limit_s + self.grace_s, exit=True, file=self.stderr)
         try:
             yield
         finally:

@@ -1,0 +1,253 @@
+"""The suite judged: it must notice planted faults, and nothing in it may vanish unnoticed."""
+
+import subprocess
+import sys
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from flash_rosetta import Problem
+from flash_rosetta.conformance import cases, checks, mutants
+from flash_rosetta.conformance.mutants import MUTANTS, UNBROKEN, Edit, Kill, Mutant
+from flash_rosetta.conformance.nested import run_suite
+from flash_rosetta.conformance.poison import poisoned_memory
+from flash_rosetta.conformance.tilemap import tile_map
+from flash_rosetta.reference import backend as reference
+
+FORWARD = ["test_forward.py"]
+SMALL = ["-k", "tiny"]
+
+
+@pytest.fixture(scope="module")
+def kills() -> dict[str, Kill]:
+    return {kill.mutant.name: kill for kill in mutants.hunt()}
+
+
+@pytest.mark.limit(300)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_planted_fault_is_caught_by_its_test(kills: dict[str, Kill], mutant: Mutant):
+    assert kills[mutant.name].is_clean, mutants.kill_table([kills[mutant.name]])
+
+
+def test_an_edit_that_no_longer_fits_is_an_error():
+    edit = Edit("no such line", "")
+    with pytest.raises(ValueError, match="must occur 1 times"):
+        _ = Mutant("misfit", "nothing", None, [edit])._module
+
+
+def test_a_survivor_shows(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    unharmed = Mutant("unharmed", "nothing", mutants.forward_on("tiny"))
+    monkeypatch.setattr(mutants, "hunt", lambda: [Kill(unharmed, 9, 0, 0)])
+    assert mutants.main() == 1
+    assert "SURVIVES" in capsys.readouterr().out
+
+
+@dataclass
+class Named:
+    """The reference under another name, with an attribute that the suite reads."""
+
+    name: str
+    expected_failures: dict[str, str] = field(default_factory=dict)
+    refusals: list[str] = field(default_factory=list)
+
+    def why_not(self, problem: Problem) -> list[str]:
+        return self.refusals
+
+    forward = reference.forward
+    backward = reference.backward
+
+
+def test_a_backend_without_a_single_test_run_is_an_error():
+    status, printed = run_suite([Named("shy", refusals=["never", "ever"])], FORWARD, *SMALL)
+    assert status == pytest.ExitCode.TESTS_FAILED
+    assert "'shy' was to be tested, but no test of it was executed" in printed
+    assert "refused: never; ever" in printed
+    status, printed = run_suite([Named("keen")], FORWARD, *SMALL)
+    assert status == pytest.ExitCode.OK
+    assert "ERROR" not in printed
+
+
+def test_a_backend_deselected_away_is_an_error():
+    status, printed = run_suite([Named("keen")], FORWARD, "-k", "no_such_test")
+    assert status == pytest.ExitCode.TESTS_FAILED
+    assert "no test of it was executed" in printed
+
+
+def test_an_unknown_backend_is_a_usage_error():
+    status, _ = run_suite([], FORWARD, "--backend", "fastest")
+    assert status == pytest.ExitCode.USAGE_ERROR
+
+
+@pytest.mark.parametrize(
+    ("expected", "status", "words"),
+    [
+        ({"test_o_and_lse": "it is right"}, pytest.ExitCode.TESTS_FAILED, "XPASS(strict)"),
+        ({"test_no_such": "gone"}, pytest.ExitCode.USAGE_ERROR, ""),
+        ({"test_o_and_lse[tiny-nothing]": "gone"}, pytest.ExitCode.USAGE_ERROR, ""),
+        ({"test_dq_dk_dv": "not in this file"}, pytest.ExitCode.OK, "passed"),
+    ],
+)
+def test_an_expected_failure_must_exist_and_fail(
+    expected: dict[str, str], status: pytest.ExitCode, words: str
+):
+    got, printed = run_suite([Named("hopeful", expected)], FORWARD, *SMALL)
+    assert got == status, printed
+    assert words in printed
+
+
+def test_an_expected_failure_that_fails_is_no_failure():
+    broken = MUTANTS[2]
+    assert broken.name == "base_2_lse"
+
+    class Known(Mutant):
+        expected_failures = {"test_o_and_lse": "lse is in base 2"}  # noqa: RUF012
+
+    known = Known("known", "nothing", None, broken.edits)
+    status, printed = run_suite([known], FORWARD, *SMALL)
+    assert status == pytest.ExitCode.OK, printed
+    assert "xfailed" in printed
+
+
+def test_one_problem_alone_runs_what_takes_a_problem():
+    problem = "b1_h2_q7_k9_d24_fp16_causal-br"
+    files = ["test_forward.py", "test_backward.py", "test_properties.py"]
+    status, printed = run_suite([Named("keen")], files, "--problem", problem, "-v")
+    assert status == pytest.ExitCode.OK
+    assert f"test_o_and_lse[keen-asked-{problem}]" in printed
+    assert "2 passed" in printed
+
+
+def test_quick_leaves_cases_out():
+    counts = [
+        len(run_suite([Named("keen")], FORWARD, "--collect-only", "-q", *options)[1].splitlines())
+        for options in ([], ["--quick"])
+    ]
+    assert 10 < counts[1] < counts[0] / 2
+
+
+def test_a_failure_says_what_where_and_how_to_see_it_again():
+    status, printed = run_suite([MUTANTS[2]], FORWARD, "-k", "tiny and q5_k5", "--tb=short")
+    assert status == pytest.ExitCode.TESTS_FAILED
+    problem = "b2_h2_q5_k5_d16_bf16"
+    for words in (
+        f"base_2_lse is wrong on tiny-{problem}",
+        "lse: absolute error",
+        "over the budget",
+        "worst at [",
+        "want",
+        "wrong in 4 of 4 (batch, head)",
+        f"flash-rosetta conformance --backend base_2_lse --problem {problem} -k test_o_and_lse",
+    ):
+        assert words in printed, f"the failure does not say {words!r}:\n{printed}"
+
+
+def test_a_hang_ends_the_run():
+    program = (
+        "import time\n"
+        "from flash_rosetta.conformance.watchdog import Watchdog\n"
+        "with Watchdog(grace_s=0.2).guard('the test', 0.1): time.sleep(60)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=50
+    )
+    assert done.returncode == 1
+    assert "the test hangs" in done.stderr
+    assert "time.sleep(60)" in done.stderr or "line 3" in done.stderr
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_fresh_memory_is_poisoned(device: torch.device, dtype: torch.dtype):
+    like = torch.zeros(3, 4, dtype=dtype, device=device)
+    plain = torch.empty
+    with poisoned_memory(device):
+        fresh = (
+            torch.empty(3, 4, dtype=dtype, device=device),
+            torch.empty_like(like),
+            torch.empty_strided((2, 2), (8, 1), dtype=dtype, device=device),
+            like.new_empty(3),
+            like.new_empty_strided((2, 2), (8, 1)),
+        )
+    assert all(t.isnan().all() for t in fresh)
+    assert not like.any()
+    assert torch.empty is plain
+
+
+def test_the_map_shows_the_wrong_tiles():
+    want = torch.ones(1, 2, 200, 96, dtype=torch.float64)
+    got = want.clone()
+    got[0, 1, 130, 90] = 2
+    got[0, 1, 0, 0] = torch.nan
+    text = tile_map("o", got, want, 0.01)
+    assert "wrong in 1 of 2 (batch, head): [0, 1]" in text
+    assert text.splitlines()[1:] == ["    ?...", "    ..x."]
+
+
+LANES = (cases.GPU, cases.CPU, cases.INTERPRETER)
+
+
+@pytest.mark.parametrize("lane", LANES, ids=lambda lane: lane.name)
+def test_cases_are_distinct_and_read_back_from_their_ids(lane: cases.Lane):
+    listed = cases.case_list(lane)
+    assert len({case.id for case in listed}) == len(listed)
+    for case in listed:
+        assert Problem.parse(case.problem.id) == case.problem
+
+
+def test_every_purpose_is_met_in_every_lane():
+    on_gpu = {case.purpose for case in cases.case_list(cases.GPU)}
+    on_cpu = {case.purpose for case in cases.case_list(cases.CPU)}
+    interpreted = {case.purpose for case in cases.case_list(cases.INTERPRETER)}
+    assert on_gpu == on_cpu
+    assert on_gpu - interpreted == {"long", "many"}
+
+
+def test_the_gpu_lane_has_what_the_contract_demands():
+    """What must not silently be dropped from the list."""
+    listed = cases.case_list(cases.GPU)
+    problems = [case.problem for case in listed]
+    square = {(p.seqlen_q, p.head_dim, p.is_causal) for p in problems if p.seqlen_q == p.seqlen_k}
+    for n in (63, 64, 65, 127, 128, 129, 255, 256, 257):
+        assert {(n, d, c) for d in (64, 128) for c in (False, True)} <= square
+    assert {1, 8, 16, 32, 33, 40, 64, 72, 80, 96, 104, 128, 160, 192, 256} <= {
+        p.head_dim for p in problems
+    }
+    assert {1, 2, 3, 4, 8} <= {p.group_size for p in problems}
+    assert any(p.num_kv_heads == 1 and p.num_heads > 2 for p in problems)
+    for alignment in ("top_left", "bottom_right"):
+        causal = [p for p in problems if p.is_causal and p.causal_alignment == alignment]
+        assert any(p.seqlen_q < p.seqlen_k for p in causal)
+        assert any(p.seqlen_q > p.seqlen_k for p in causal)
+    assert any(p.seqlen_q % 128 == 64 and p.seqlen_q > 64 for p in problems)
+    assert any(p.seqlen_q * 4 % 16 for p in problems if p.seqlen_q > 128)
+    assert {(p.dtype, p.allow_tf32) for p in problems} >= {
+        (cases.FP16, False),
+        (cases.BF16, False),
+        (cases.FP32, False),
+        (cases.FP32, True),
+    }
+    assert any(p.batch * p.num_heads > 65535 for p in problems)
+    assert {case.layout for case in listed} == set(cases.LAYOUTS)
+    assert {case.values for case in listed} == set(cases.VALUES)
+
+
+@pytest.mark.parametrize("layout", cases.LAYOUTS)
+def test_layouts_keep_the_numbers(layout: str):
+    """Except the expanded ones, whose point is that numbers repeat."""
+    problem = Problem(batch=2, num_heads=2, seqlen_q=5, head_dim=8, dtype=torch.float32)
+    x = problem.inputs()
+    arranged = cases.LAYOUTS[layout](x)
+    for name, t in arranged._asdict().items():
+        assert t.shape == getattr(x, name).shape
+        if "expanded" not in layout:
+            assert torch.equal(t, getattr(x, name))
+    assert any(
+        t.storage_offset() > 0 and t.untyped_storage().nbytes() > t.numel() * t.itemsize
+        for t in arranged
+    )
+
+
+def test_the_unbroken_mutant_is_the_reference():
+    problem = Problem(batch=1, num_heads=2, seqlen_q=70, head_dim=8, dtype=torch.float32)
+    x = problem.inputs()
+    checks.compare("unbroken", checks.Outputs(*UNBROKEN.forward(*x[:3], problem)), x, problem)
