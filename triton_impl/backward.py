@@ -36,7 +36,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_rosetta.problem import Problem
-from flash_rosetta.triton_impl.forward import key_ranges, visible
+from flash_rosetta.triton_impl.forward import key_ranges, query_tile_of_program, visible
 from flash_rosetta.triton_impl.launch import Launch, dot_precision
 from flash_rosetta.triton_impl.tiles import padded_head_dim, tiles_for
 from flash_rosetta.triton_impl.tiling import can_use_tma, load_tile, operand, store_tile
@@ -46,7 +46,14 @@ STATS_TILE = 128
 
 
 def plan_backward(
-    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, problem: Problem
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    problem: Problem,
 ) -> tuple[list[Launch], Tensor, Tensor, Tensor]:
     """The three launches that compute dq, dk and dv, and the tensors they will fill."""
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
@@ -57,7 +64,13 @@ def plan_backward(
     tiles = tiles_for(problem)
     width = padded_head_dim(problem.head_dim)
     tma = can_use_tma(problem.target, q, k, v, do, dq, dk, dv)
-    sizes = (problem.seqlen_q, problem.seqlen_k, problem.head_dim, problem.causal_offset, padded_rows)
+    sizes = (
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.head_dim,
+        problem.causal_offset,
+        padded_rows,
+    )
     common = {
         "HEAD_DIM": width,
         "IS_CAUSAL": problem.is_causal,
@@ -80,7 +93,12 @@ def plan_backward(
             problem.head_dim,
             padded_rows,
         ),
-        options={"HEAD_DIM": width, "ROWS": STATS_TILE, "HAS_DLSE": dlse is not None, "num_warps": 8},
+        options={
+            "HEAD_DIM": width,
+            "ROWS": STATS_TILE,
+            "HAS_DLSE": dlse is not None,
+            "num_warps": 8,
+        },
     )
     tile = tiles.dkdv
     dkdv = Launch(
@@ -169,9 +187,15 @@ def preprocess_kernel(
     do_tile = load_tile(do, batch, head, tile * ROWS, seqlen_q, head_dim, ROWS, HEAD_DIM, False)
     delta_rows = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
     if HAS_DLSE:
-        dlse_base = dlse + batch.to(tl.int64) * dlse_stride_batch + head.to(tl.int64) * dlse_stride_head
-        delta_rows -= tl.load(dlse_base + rows.to(tl.int64) * dlse_stride_row, mask=inside, other=0.0)
-    lse_rows = tl.load(lse + batch_head.to(tl.int64) * seqlen_q + rows, mask=inside, other=float("-inf"))
+        dlse_base = (
+            dlse + batch.to(tl.int64) * dlse_stride_batch + head.to(tl.int64) * dlse_stride_head
+        )
+        delta_rows -= tl.load(
+            dlse_base + rows.to(tl.int64) * dlse_stride_row, mask=inside, other=0.0
+        )
+    lse_rows = tl.load(
+        lse + batch_head.to(tl.int64) * seqlen_q + rows, mask=inside, other=float("-inf")
+    )
     sees_no_key = lse_rows == float("-inf")
     stats_offset = batch_head.to(tl.int64) * padded_rows + rows
     log2_e: tl.constexpr = 1.4426950408889634
@@ -212,62 +236,42 @@ def dkdv_kernel(
     batch = batch_head // num_kv_heads
     kv_head = batch_head % num_kv_heads
 
-    # Queries [first, full) see some of the tile's keys, queries [full, seqlen_q) see all.
+    # No query before `first` sees a key of the tile; from `full` on, each query sees all of them.
     first = 0
     full = 0
     if IS_CAUSAL:
-        first = tl.minimum(tl.maximum(k_start - causal_offset, 0), seqlen_q) // TILE_Q * TILE_Q
-        full = tl.maximum(k_start + TILE_K - 1 - causal_offset, 0)
-        full = tl.minimum(tl.cdiv(full, TILE_Q) * TILE_Q, tl.cdiv(seqlen_q, TILE_Q) * TILE_Q)
+        first = tl.maximum(k_start - causal_offset, 0) // TILE_Q * TILE_Q
+        full = k_start + TILE_K - 1 - causal_offset
 
     k_tile = load_tile(k, batch, kv_head, k_start, seqlen_k, head_dim, TILE_K, HEAD_DIM, TMA)
     v_tile = load_tile(v, batch, kv_head, k_start, seqlen_k, head_dim, TILE_K, HEAD_DIM, TMA)
     dk_acc = tl.zeros([TILE_K, HEAD_DIM], tl.float32)
     dv_acc = tl.zeros([TILE_K, HEAD_DIM], tl.float32)
     for head in range(kv_head * group_size, (kv_head + 1) * group_size):
-        stats_offset = tl.cast(batch * num_kv_heads * group_size + head, tl.int64) * padded_rows
-        if IS_CAUSAL:
-            dk_acc, dv_acc = accumulate_dkdv(
-                dk_acc, dv_acc, q, k_tile, v_tile, do, lse2 + stats_offset, delta + stats_offset, batch, head,
-                first, full, k_start, scale_log2, seqlen_q, seqlen_k, head_dim, causal_offset,
-                True, HEAD_DIM, TILE_Q, TILE_K, TMA, PRECISION,
-            )  # fmt: skip
-        dk_acc, dv_acc = accumulate_dkdv(
-            dk_acc, dv_acc, q, k_tile, v_tile, do, lse2 + stats_offset, delta + stats_offset, batch, head,
-            full, seqlen_q, k_start, scale_log2, seqlen_q, seqlen_k, head_dim, causal_offset,
-            False, HEAD_DIM, TILE_Q, TILE_K, TMA, PRECISION,
-        )  # fmt: skip
+        stats_head = tl.cast(batch * num_kv_heads * group_size + head, tl.int64) * padded_rows
+        for q_start in tl.range(first, seqlen_q, TILE_Q):
+            q_tile = load_tile(q, batch, head, q_start, seqlen_q, head_dim, TILE_Q, HEAD_DIM, TMA)
+            do_tile = load_tile(do, batch, head, q_start, seqlen_q, head_dim, TILE_Q, HEAD_DIM, TMA)
+            stats = stats_head + q_start + tl.arange(0, TILE_Q)
+            lse2_rows = tl.load(lse2 + stats)
+            delta_rows = tl.load(delta + stats)
+            s_t = tl.dot(k_tile, q_tile.T, input_precision=PRECISION)  # (1) S^T = K Q^T
+            dp_t = tl.dot(v_tile, do_tile.T, input_precision=PRECISION)  # (3) dP^T = V dO^T
+            # Rows of the tile past seqlen_k hold nonsense, which no product mixes into other rows.
+            p_t = tl.exp2(s_t * scale_log2 - lse2_rows[None, :])  # [tile_k, tile_q]
+            if IS_CAUSAL:
+                if q_start < full:
+                    seen = visible(q_start, k_start, seqlen_k, causal_offset, TILE_Q, TILE_K, True)
+                    p_t = tl.where(seen.T, p_t, 0.0)
+            ds_t = p_t * (dp_t - delta_rows[None, :])
+            p_t = p_t.to(do_tile.dtype)
+            dv_acc = tl.dot(p_t, do_tile, dv_acc, input_precision=PRECISION)  # (2) dV += P^T dO
+            ds_t = ds_t.to(q_tile.dtype)
+            dk_acc = tl.dot(ds_t, q_tile, dk_acc, input_precision=PRECISION)  # (5) dK += dS^T Q
     dk_tile = (dk_acc * scale).to(k_tile.dtype)
     dv_tile = dv_acc.to(v_tile.dtype)
     store_tile(dk, dk_tile, batch, kv_head, k_start, seqlen_k, head_dim, TILE_K, HEAD_DIM, TMA)
     store_tile(dv, dv_tile, batch, kv_head, k_start, seqlen_k, head_dim, TILE_K, HEAD_DIM, TMA)
-
-
-@triton.jit
-def accumulate_dkdv(
-    dk_acc, dv_acc, q, k_tile, v_tile, do, lse2, delta, batch, head, start, end, k_start, scale_log2,
-    seqlen_q, seqlen_k, head_dim, causal_offset, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr,
-    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add what queries [start, end) of one head contribute to a key tile's dK and dV.
-
-    Rows past seqlen_k of the tile hold nonsense, which no product mixes into another row.
-    """
-    for q_start in tl.range(start, end, TILE_Q):
-        q_tile = load_tile(q, batch, head, q_start, seqlen_q, head_dim, TILE_Q, HEAD_DIM, TMA)
-        rows = q_start + tl.arange(0, TILE_Q)
-        lse2_rows = tl.load(lse2 + rows)
-        s_t = tl.dot(k_tile, q_tile.T, input_precision=PRECISION)  # (1) S^T [tile_k, tile_q]
-        p_t = tl.exp2(s_t * scale_log2 - lse2_rows[None, :])
-        if MASKED:
-            p_t = tl.where(visible(q_start, k_start, seqlen_k, causal_offset, TILE_Q, TILE_K, True).T, p_t, 0.0)
-        do_tile = load_tile(do, batch, head, q_start, seqlen_q, head_dim, TILE_Q, HEAD_DIM, TMA)
-        dv_acc = tl.dot(p_t.to(do_tile.dtype), do_tile, dv_acc, input_precision=PRECISION)  # (2) dV += P^T dO
-        dp_t = tl.dot(v_tile, do_tile.T, input_precision=PRECISION)  # (3) dP^T = V dO^T
-        delta_rows = tl.load(delta + rows)
-        ds_t = p_t * (dp_t - delta_rows[None, :])
-        dk_acc = tl.dot(ds_t.to(q_tile.dtype), q_tile, dk_acc, input_precision=PRECISION)  # (5) dK += dS^T Q
-    return dk_acc, dv_acc
 
 
 @triton.jit
@@ -296,53 +300,29 @@ def dq_kernel(
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    # The order of programs is the forward's: neighbours share keys and values, the longest start first.
-    num_tiles = tl.cdiv(seqlen_q, TILE_Q)
-    tile = tl.program_id(0) % num_tiles
-    if IS_CAUSAL:
-        tile = num_tiles - 1 - tile
-    batch_head = tl.program_id(0) // num_tiles
-    batch = batch_head // num_heads
-    head = batch_head % num_heads
-    q_start = tile * TILE_Q
-    full, end = key_ranges(q_start, seqlen_k, causal_offset, TILE_Q, TILE_K, IS_CAUSAL)
+    batch, head, q_start = query_tile_of_program(num_heads, seqlen_q, TILE_Q, IS_CAUSAL)
+    kv_head = head // group_size
+    full, end = key_ranges(q_start, seqlen_k, causal_offset, TILE_Q, IS_CAUSAL)
 
     q_tile = load_tile(q, batch, head, q_start, seqlen_q, head_dim, TILE_Q, HEAD_DIM, TMA)
     do_tile = load_tile(do, batch, head, q_start, seqlen_q, head_dim, TILE_Q, HEAD_DIM, TMA)
-    stats_offset = batch_head.to(tl.int64) * padded_rows + q_start + tl.arange(0, TILE_Q)
-    lse2_rows = tl.load(lse2 + stats_offset)
-    delta_rows = tl.load(delta + stats_offset)
+    stats = (
+        tl.cast(batch * num_heads + head, tl.int64) * padded_rows + q_start + tl.arange(0, TILE_Q)
+    )
+    lse2_rows = tl.load(lse2 + stats)
+    delta_rows = tl.load(delta + stats)
     dq_acc = tl.zeros([TILE_Q, HEAD_DIM], tl.float32)
-    dq_acc = accumulate_dq(
-        dq_acc, q_tile, k, v, do_tile, lse2_rows, delta_rows, batch, head // group_size, q_start, 0, full,
-        scale_log2, seqlen_k, head_dim, causal_offset,
-        False, HEAD_DIM, TILE_Q, TILE_K, IS_CAUSAL, TMA, PRECISION,
-    )  # fmt: skip
-    if IS_CAUSAL or not EVEN_K:
-        dq_acc = accumulate_dq(
-            dq_acc, q_tile, k, v, do_tile, lse2_rows, delta_rows, batch, head // group_size, q_start, full, end,
-            scale_log2, seqlen_k, head_dim, causal_offset,
-            True, HEAD_DIM, TILE_Q, TILE_K, IS_CAUSAL, TMA, PRECISION,
-        )  # fmt: skip
+    for k_start in tl.range(0, end, TILE_K):
+        k_tile = load_tile(k, batch, kv_head, k_start, seqlen_k, head_dim, TILE_K, HEAD_DIM, TMA)
+        v_tile = load_tile(v, batch, kv_head, k_start, seqlen_k, head_dim, TILE_K, HEAD_DIM, TMA)
+        s = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)  # (1) S = Q K^T [tile_q, tile_k]
+        dp = tl.dot(do_tile, v_tile.T, input_precision=PRECISION)  # (3) dP = dO V^T
+        p = tl.exp2(s * scale_log2 - lse2_rows[:, None])
+        if IS_CAUSAL or not EVEN_K:
+            if k_start + TILE_K > full:
+                seen = visible(q_start, k_start, seqlen_k, causal_offset, TILE_Q, TILE_K, IS_CAUSAL)
+                p = tl.where(seen, p, 0.0)
+        ds = (p * (dp - delta_rows[:, None])).to(k_tile.dtype)
+        dq_acc = tl.dot(ds, k_tile, dq_acc, input_precision=PRECISION)  # (4) dQ += dS K
     dq_tile = (dq_acc * scale).to(q_tile.dtype)
     store_tile(dq, dq_tile, batch, head, q_start, seqlen_q, head_dim, TILE_Q, HEAD_DIM, TMA)
-
-
-@triton.jit
-def accumulate_dq(
-    dq_acc, q_tile, k, v, do_tile, lse2_rows, delta_rows, batch, kv_head, q_start, start, end, scale_log2,
-    seqlen_k, head_dim, causal_offset, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr,
-    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, IS_CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add what keys [start, end) contribute to a query tile's dQ."""
-    for k_start in tl.range(start, end, TILE_K):
-        k_tile = load_tile(k, batch, kv_head, k_start, seqlen_k, head_dim, TILE_K, HEAD_DIM, TMA)
-        s = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)  # (1) S = Q K^T [tile_q, tile_k]
-        p = tl.exp2(s * scale_log2 - lse2_rows[:, None])
-        if MASKED:
-            p = tl.where(visible(q_start, k_start, seqlen_k, causal_offset, TILE_Q, TILE_K, IS_CAUSAL), p, 0.0)
-        v_tile = load_tile(v, batch, kv_head, k_start, seqlen_k, head_dim, TILE_K, HEAD_DIM, TMA)
-        dp = tl.dot(do_tile, v_tile.T, input_precision=PRECISION)  # (3) dP = dO V^T
-        ds = p * (dp - delta_rows[:, None])
-        dq_acc = tl.dot(ds.to(k_tile.dtype), k_tile, dq_acc, input_precision=PRECISION)  # (4) dQ += dS K
-    return dq_acc

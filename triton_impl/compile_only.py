@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import torch
 import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
@@ -22,14 +23,28 @@ from flash_rosetta.triton_impl.forward import plan_forward
 
 
 def compile_only(problem: Problem) -> list[KernelReport]:
-    """Every kernel that `problem` would launch, compiled for its target; nothing runs."""
-    x = problem.inputs()
-    launches, o, lse = plan_forward(x.q, x.k, x.v, problem)
-    if problem.needs_backward:
-        backward, *_ = plan_backward(x.do, x.dlse, x.q, x.k, x.v, o, lse, problem)
-        launches = [*launches, *backward]
+    """Every kernel that `problem` would launch, compiled for its target; nothing runs.
+
+    Strides and alignment are those of contiguous tensors. Raises what Triton's compiler raises.
+    """
+    with torch.device("meta"):  # the compiler looks at sizes, strides and alignment alone
+        q = torch.empty(_shape_q(problem), dtype=problem.dtype)
+        k = torch.empty(_shape_k(problem), dtype=problem.dtype)
+        launch, o, lse = plan_forward(q, k, k, problem)
+        launches = [launch]
+        if problem.needs_backward:
+            backward, *_ = plan_backward(q, lse, q, k, k, o, lse, problem)
+            launches += backward
     with _pretend_to_be(problem.target):
         return [_report(launch.compile(), problem.target) for launch in launches]
+
+
+def _shape_q(problem: Problem) -> tuple[int, ...]:
+    return problem.batch, problem.num_heads, problem.seqlen_q, problem.head_dim
+
+
+def _shape_k(problem: Problem) -> tuple[int, ...]:
+    return problem.batch, problem.num_kv_heads, problem.seqlen_k, problem.head_dim
 
 
 @contextmanager
@@ -72,4 +87,6 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
         file.flush()
         command = [cuobjdump, "--dump-resource-usage", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", text)}
+    return {
+        name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", text)
+    }

@@ -1,9 +1,10 @@
 """Tile sizes by head_dim, operand width and what the card holds, with the reason for each number.
 
-A tile's shared memory, in bytes, for operands of `itemsize` bytes and head_dim padded to D:
-forward (tile_q + 2 num_stages tile_k) D itemsize, dk/dv (2 tile_k + 2 num_stages tile_q) D itemsize,
-dq (2 tile_q + 2 num_stages tile_k) D itemsize. A block may use 227 KB on sm_90 and sm_100, 163 KB
-on sm_80 and 99 KB on sm_86, sm_89 and sm_120.
+Shared memory of a program, in bytes, for operands of `itemsize` bytes and head_dim padded to D:
+    forward (tile_q + 2 num_stages tile_k) D itemsize
+    dk/dv (2 tile_k + 2 num_stages tile_q) D itemsize
+    dq (2 tile_q + 2 num_stages tile_k) D itemsize
+A program may use 227 KB on sm_90 and sm_100, 163 KB on sm_80, 99 KB on sm_86, sm_89 and sm_120.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Tiles:
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """The power of two, 16 at least, that a tile of `head_dim` columns is padded to in the kernel."""
+    """The power of two, 16 at least, that `head_dim` is padded to in a kernel's tile."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
@@ -46,73 +47,73 @@ INTERPRETED = Tiles(
 
 HOPPER = {
     64: Tiles(
-        forward=Tile(128, 64, 8, 3),
+        forward=Tile(64, 128, 4, 2),
         dkdv=Tile(64, 64, 4, 3),
-        dq=Tile(128, 64, 8, 3),
+        dq=Tile(64, 64, 4, 3),
     ),
     128: Tiles(
-        forward=Tile(128, 128, 8, 3),
-        dkdv=Tile(64, 128, 8, 3),
+        forward=Tile(64, 64, 4, 3),
+        dkdv=Tile(64, 64, 4, 2),
         dq=Tile(128, 64, 8, 3),
     ),
     256: Tiles(
         forward=Tile(128, 64, 8, 2),
-        dkdv=Tile(64, 64, 8, 2),
+        dkdv=Tile(32, 64, 8, 2),
         dq=Tile(64, 64, 8, 2),
     ),
 }
 
 AMPERE = {
     64: Tiles(
-        forward=Tile(128, 64, 4, 3),
-        dkdv=Tile(64, 64, 4, 2),
-        dq=Tile(64, 64, 4, 2),
-    ),
-    128: Tiles(
-        forward=Tile(128, 32, 4, 3),
+        forward=Tile(64, 64, 4, 3),
         dkdv=Tile(32, 64, 4, 2),
         dq=Tile(64, 32, 4, 2),
     ),
+    128: Tiles(
+        forward=Tile(64, 32, 4, 3),
+        dkdv=Tile(32, 64, 8, 2),
+        dq=Tile(64, 32, 4, 2),
+    ),
     256: Tiles(
-        forward=Tile(64, 32, 4, 1),
-        dkdv=Tile(16, 64, 8, 1),
+        forward=Tile(64, 32, 8, 1),
+        dkdv=Tile(32, 32, 8, 1),
         dq=Tile(64, 16, 8, 1),
     ),
 }
 
-FP32_TF32 = {
+TF32 = {
     64: Tiles(
         forward=Tile(64, 32, 4, 2),
-        dkdv=Tile(32, 32, 4, 2),
-        dq=Tile(32, 32, 4, 2),
-    ),
-    128: Tiles(
-        forward=Tile(64, 32, 4, 1),
         dkdv=Tile(16, 32, 4, 1),
         dq=Tile(32, 16, 4, 1),
     ),
+    128: Tiles(
+        forward=Tile(64, 16, 8, 1),
+        dkdv=Tile(16, 16, 8, 1),
+        dq=Tile(16, 16, 8, 1),
+    ),
     256: Tiles(
-        forward=Tile(32, 16, 4, 1),
-        dkdv=Tile(16, 16, 4, 1),
-        dq=Tile(16, 16, 4, 1),
+        forward=Tile(16, 16, 8, 1),
+        dkdv=Tile(16, 16, 8, 1),
+        dq=Tile(16, 16, 8, 1),
     ),
 }
 
-FP32_EXACT = {
+FP32 = {
     64: Tiles(
-        forward=Tile(32, 32, 4, 1),
-        dkdv=Tile(32, 32, 4, 1),
-        dq=Tile(32, 32, 4, 1),
+        forward=Tile(16, 32, 4, 1),
+        dkdv=Tile(32, 16, 4, 1),
+        dq=Tile(16, 32, 4, 1),
     ),
     128: Tiles(
-        forward=Tile(32, 32, 4, 1),
-        dkdv=Tile(16, 32, 4, 1),
-        dq=Tile(32, 16, 4, 1),
+        forward=Tile(16, 16, 8, 1),
+        dkdv=Tile(16, 16, 8, 1),
+        dq=Tile(16, 16, 8, 1),
     ),
     256: Tiles(
-        forward=Tile(16, 16, 4, 1),
-        dkdv=Tile(16, 16, 4, 1),
-        dq=Tile(16, 16, 4, 1),
+        forward=Tile(16, 16, 8, 1),
+        dkdv=Tile(16, 16, 8, 1),
+        dq=Tile(16, 16, 8, 1),
     ),
 }
 
@@ -123,7 +124,7 @@ def tiles_for(problem: Problem) -> Tiles:
     if problem.target == "cpu":
         return INTERPRETED
     if problem.dtype.itemsize == 4:
-        table = FP32_TF32 if problem.allow_tf32 else FP32_EXACT
+        table = TF32 if problem.allow_tf32 else FP32
     else:
         table = HOPPER if problem.target in ("sm_90", "sm_100", "sm_103") else AMPERE
     return table[max(64, padded_head_dim(problem.head_dim))]

@@ -26,7 +26,9 @@ def can_use_tma(target: str, *tensors: Tensor) -> bool:
         if t.stride(3) != 1 or t.data_ptr() % 16:
             return False
         for size, stride in zip(t.shape[:3], t.stride()[:3], strict=True):
-            if size > 1 and not (0 < stride * t.itemsize < 1 << 40 and stride * t.itemsize % 16 == 0):
+            if size > 1 and not (
+                0 < stride * t.itemsize < 1 << 40 and stride * t.itemsize % 16 == 0
+            ):
                 return False
     return True
 
@@ -35,14 +37,22 @@ def operand(t: Tensor, rows: int, columns: int, tma: bool) -> TensorDescriptor |
     """`t` as a kernel argument, to be moved in tiles of [rows, columns]."""
     if not tma:
         return (t, *t.stride())
-    # A dimension of one element may have any stride, but the descriptor wants multiples of 16 bytes.
+    # A dimension of one element may have any stride; the descriptor wants multiples of 16 bytes.
     strides = [s if n > 1 else 16 for n, s in zip(t.shape[:3], t.stride()[:3], strict=True)]
     return TensorDescriptor(t, list(t.shape), [*strides, 1], [1, 1, rows, columns])
 
 
 @triton.jit
 def load_tile(
-    x, batch, head, row, num_rows, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr
+    x,
+    batch,
+    head,
+    row,
+    num_rows,
+    num_columns,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     """Rows [row, row + ROWS) of one head of operand x, zero past num_rows and num_columns."""
     if TMA:
@@ -54,7 +64,16 @@ def load_tile(
 
 @triton.jit
 def store_tile(
-    x, tile, batch, head, row, num_rows, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr
+    x,
+    tile,
+    batch,
+    head,
+    row,
+    num_rows,
+    num_columns,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     """Write a [ROWS, COLUMNS] tile to rows [row, row + ROWS) of one head of operand x."""
     if TMA:
@@ -65,7 +84,9 @@ def store_tile(
 
 
 @triton.jit
-def _pointers(x, batch, head, row, num_rows, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _pointers(
+    x, batch, head, row, num_rows, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     # 64-bit offsets: an index times a stride can pass 2^31.
     rows = row + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
