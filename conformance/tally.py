@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
+NO_BACKEND = "(none)"
+"""Stands for the backend of tests that are about none."""
+
 REASONS_SHOWN = 12
 """Reasons for skips printed for one backend; the rest is counted."""
 
@@ -37,13 +40,10 @@ class Tallies:
         """Backends that were to be tested and of which no test was executed."""
         skipped_only = {name for name, tally in self.of.items() if not tally.executed}
         never_seen = set(self.must_run) - self.of.keys()
-        return sorted(skipped_only | never_seen)
+        return sorted((skipped_only | never_seen) - {NO_BACKEND})
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        name = dict(report.user_properties).get("backend")
-        if name is None:
-            return
-        tally = self.of[str(name)]
+        tally = self.of[str(dict(report.user_properties).get("backend", NO_BACKEND))]
         if hasattr(report, "wasxfail"):
             tally.outcomes["xfailed" if report.skipped else "failed"] += 1
         elif report.skipped:

@@ -129,7 +129,7 @@ def test_quick_leaves_cases_out():
 def test_a_failure_says_what_where_and_how_to_see_it_again():
     status, printed = run_suite([MUTANTS[2]], FORWARD, "-k", "tiny and q5_k5", "--tb=short")
     assert status == pytest.ExitCode.TESTS_FAILED
-    problem = "b2_h2_q5_k5_d16_bf16"
+    problem = "b2_h2_q5_k5_d16_bf16_causal-br"
     for words in (
         f"base_2_lse is wrong on tiny-{problem}",
         "lse: absolute error",
