@@ -99,7 +99,7 @@ def test_oracle_backward_is_the_derivative_of_its_forward(mask, scale, seqlen_k)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("path", ["oracle", "attention"])
 def test_gradcheck(mask, path):
-    """Through o and through lse, numerically; grouped heads; with bottom_right a row without key."""
+    """Through o and through lse, numerically; grouped heads; in bottom_right a row sees no key."""
     problem = problem_of(mask, num_kv_heads=1, seqlen_q=4, seqlen_k=3, head_dim=2)
 
     def run(q, k, v):
@@ -168,7 +168,7 @@ def test_tiled_is_the_oracle(mask, tile_q, tile_k, seqlen_q, seqlen_k):
 @pytest.mark.parametrize("mask", MASKS)
 def test_tiled_is_within_budget(dtype, mask):
     problem = problem_of(
-        mask, num_heads=4, num_kv_heads=2, seqlen_q=200, seqlen_k=170, head_dim=40, dtype=dtype
+        mask, num_heads=4, num_kv_heads=2, seqlen_q=130, seqlen_k=100, head_dim=40, dtype=dtype
     )
     inputs = problem.inputs()
     want = oracle_outputs(problem, inputs)
@@ -191,9 +191,31 @@ def test_tiled_visits_no_tile_above_the_diagonal_and_masks_only_where_it_must():
     tiled.forward(*inputs[:3], problem, tile_q=4, tile_k=4, observe=observe)
     assert visited == [(i, j) for i in range(4) for j in range(i + 1)]
     assert masked == [i == j for i, j in visited]
-    for i, j in itertools.product(range(4), range(3)):
-        mask = tiled.visible(4 * i, 4 * j, 4, 4, problem, torch.device("cpu"))
-        assert (mask is None) == (j < i)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("tile_q", "tile_k"), [(4, 4), (3, 5), (5, 2), (1, 3)])
+def test_visible_is_none_exactly_where_all_of_a_tile_is(mask, tile_q, tile_k):
+    problem = problem_of(mask, seqlen_q=13, seqlen_k=11)
+    pairs = torch.zeros(13 + tile_q, 11 + tile_k, dtype=torch.bool)
+    for key in range(11):
+        pairs[:13, key] = seen_by(problem, key)
+    for i, j in itertools.product(range(0, 13, tile_q), range(0, 11, tile_k)):
+        want = pairs[i : i + tile_q, j : j + tile_k]
+        got = tiled.visible(i, j, tile_q, tile_k, problem, torch.device("cpu"))
+        assert (got is None) == bool(want.all())
+        assert got is None or torch.equal(got, want)
+
+
+def test_tiled_rounds_every_operand_of_a_product_to_the_input_dtype(monkeypatch):
+    """p and ds too: a tensor core takes nothing else."""
+    problem = problem_of(dtype=torch.bfloat16)
+    products, gemm = [], tiled.gemm
+    monkeypatch.setattr(
+        tiled, "gemm", lambda a, b, p: products.append((a.dtype, b.dtype)) or gemm(a, b, p)
+    )
+    tiled_outputs(problem, problem.inputs())
+    assert products == [(torch.bfloat16, torch.bfloat16)] * (2 + 5)
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -572,6 +594,26 @@ def test_rounding_floor_is_small_where_gradients_are_not(judged):
         assert (floor / rows.clamp(min=0.1 * rows.square().mean().sqrt())).median() < 1e-2
 
 
+def test_tensor_error_counts_the_floor_of_many_rows_once_and_of_one_row_in_full():
+    want = torch.ones(1, 1, 100, 16, dtype=torch.float64)
+    error = torch.full((1, 1, 100), 0.1, dtype=torch.float64)
+    tensor_error, row_error = budget.relative_errors(want + error[..., None], want, error)
+    assert tensor_error == pytest.approx(0.1 - 0.1 / 5 - 0.1 / 10)
+    assert row_error.max() < 1e-12
+    error[..., 1:] = 0
+    assert budget.relative_errors(want + error[..., None], want, error)[0] == 0
+
+
+def test_narrow_rows_are_measured_against_more_of_the_tensor():
+    """A row of one element is small by chance; a row of 64 is not."""
+    for width, share in ((1, 1.6), (4, 0.4), (16, 0.1), (64, 0.1)):
+        want = torch.ones(1, 1, 10_000, width, dtype=torch.float64)
+        want[..., 3, :] = 0
+        got = changed(want, (0, 0, 3), 0.01)
+        row_error = budget.relative_errors(got, want)[1][0, 0, 3]
+        assert row_error == pytest.approx(0.01 / share, rel=1e-3)
+
+
 def test_twin_budget_widens_for_peaked_inputs_and_still_catches_faults():
     problem = problem_of("top_left", seqlen_q=128, head_dim=64, dtype=torch.bfloat16)
     inputs = problem.inputs()
@@ -603,6 +645,7 @@ def test_twin_of_zeros_bounds_noise_and_refuses_garbage():
     plain, want = budget.BUDGETS["bf16"], torch.zeros(1, 1, 4, 8, dtype=torch.float64)
     noise = torch.full_like(want, 1e-7)
     wider = budget.twin_budget("dq", plain, noise, want)
+    assert math.isfinite(wider.tensor)
     assert budget.compare("dq", 1.5 * noise, want, wider).passed
     assert not budget.compare("dq", 3 * noise, want, wider).passed
     noise[..., 0] = math.nan
