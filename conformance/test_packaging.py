@@ -27,8 +27,9 @@ from flash_rosetta import machine
 
 ROOT = Path(flash_rosetta.__file__).parents[1]
 
-ONLY_IN_ONE = {"baseline.py"}
-"""Files that one kernel folder may have alone: the first rung of Triton's ladder."""
+ONLY_IN_ONE = {"baseline.py", "interpreter.py"}
+"""Files that one kernel folder may have alone: the first rung of Triton's ladder, and probes of its
+interpreter, which the other languages lack."""
 
 
 @pytest.fixture(scope="module")
