@@ -90,7 +90,7 @@ class Lane:
 
     def problem(self, seqlen_q: int = 0, seqlen_k: int = 0, **changes: Any) -> Problem:
         """The lane's usual problem, with `changes`."""
-        sizes = {
+        sizes: dict[str, Any] = {
             "batch": self.batch,
             "num_heads": self.num_heads,
             "seqlen_q": seqlen_q or self.seqlen,
@@ -520,7 +520,7 @@ LAYOUTS: dict[str, Callable[[Inputs], Inputs]] = {
     "dense": _each(_dense),
     "bshd": _each(_head_after_row),
     "packed": _packed,
-    "wide_rows": lambda x: Inputs(*map(_wide_rows, x[:4]), _wide_rows(x.dlse)),
+    "wide_rows": _each(_wide_rows),
     "misaligned": _each(_misaligned),
     "misaligned_v": _rows_of("v"),
     "misaligned_do": _rows_of("do"),

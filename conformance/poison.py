@@ -45,7 +45,7 @@ def _poisoning(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def poisoned(*args: Any, **options: Any) -> Tensor:
         fresh = allocate(*args, **options)
         if type(fresh) is Tensor and fresh.device.type in ("cpu", "cuda"):  # no fake, no meta
-            fresh.untyped_storage().fill_(NAN_BYTE)
+            fresh.untyped_storage().fill_(NAN_BYTE)  # type: ignore[attr-defined]
         return fresh
 
     return poisoned
