@@ -113,6 +113,9 @@ class Mutant:
         return mutated
 
 
+JUDGED = (AssertionError, pytest.fail.Exception)
+"""What a check raises, unlike a mutant whose edit does not even run."""
+
 UNBROKEN = Mutant("unbroken", "nothing: it must pass what the mutants fail", None)
 
 MUTANTS = (
@@ -199,6 +202,12 @@ MUTANTS = (
         ],
     ),
     Mutant(
+        "nan_in_a_value_of_a_masked_tile_leaks",
+        "pytorch/pytorch#101967",
+        Test("test_properties.py", "test_nan_in_a_value_stays_out_of_earlier_tiles"),
+        [Edit("key_end(q_start + tile_q, problem), tile_k)", "problem.seqlen_k, tile_k)")],
+    ),
+    Mutant(
         "scale_of_the_padded_head_dim",
         "vllm-project/vllm-ascend#1958",
         forward_on("head_dim"),
@@ -270,6 +279,18 @@ MUTANTS = (
             Edit(
                 "o = q.new_empty(*q.shape[:3], v.shape[3])",
                 'o = globals().setdefault("kept", q.new_empty(*q.shape[:3], v.shape[3]))',
+            )
+        ],
+    ),
+    Mutant(
+        "keys_of_an_earlier_call",
+        "tile-ai/tilelang#547",
+        Test("test_properties.py", "test_calls_do_not_disturb_each_other"),
+        [
+            Edit(
+                "traffic, q=q, k=k, v=v, o=o, lse=lse[..., None])",
+                "traffic, q=q, k=globals().setdefault(str(k.shape), k), v=v, o=o, "
+                "lse=lse[..., None])",
             )
         ],
     ),
@@ -364,7 +385,7 @@ def hunt(mutants: Collection[Mutant] = MUTANTS) -> list[Kill]:
             mutant,
             outcomes.runs[mutant.name, mutant.caught_by],
             outcomes.failures[mutant.name, mutant.caught_by],
-            outcomes.failures[UNBROKEN.name, mutant.caught_by],
+            outcomes.not_passed[UNBROKEN.name, mutant.caught_by],
         )
         for mutant in mutants
     ]
@@ -377,6 +398,7 @@ class _Outcomes:
         self.chosen = chosen
         self.test_of: dict[str, tuple[str, Test]] = {}
         self.runs: Counter[tuple[str, Test | None]] = Counter()
+        self.not_passed: Counter[tuple[str, Test | None]] = Counter()
         self.failures: Counter[tuple[str, Test | None]] = Counter()
 
     @pytest.hookimpl(trylast=True)
@@ -393,7 +415,12 @@ class _Outcomes:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         key = self.test_of[report.nodeid]
         self.runs[key] += report.when == "call"
-        self.failures[key] += report.failed
+        self.not_passed[key] += report.failed
+
+    def pytest_exception_interact(self, node: pytest.Item, call: pytest.CallInfo[None]) -> None:
+        """A failure is a check that judged; a mutant that merely crashes has not been caught."""
+        if call.excinfo is not None and call.excinfo.errisinstance(JUDGED):
+            self.failures[self.test_of[node.nodeid]] += 1
 
 
 def kill_table(kills: Collection[Kill]) -> str:

@@ -36,6 +36,14 @@ def test_an_edit_that_no_longer_fits_is_an_error():
         _ = Mutant("misfit", "nothing", None, [edit])._module
 
 
+def test_a_mutant_that_crashes_is_not_caught():
+    edit = Edit("return o, lse", "return o, lse, no_such_name")
+    (kill,) = mutants.hunt([Mutant("crash", "nothing", mutants.forward_on("tiny"), [edit])])
+    assert kill.runs > 0
+    assert not kill.is_clean
+    assert kill.failures_unbroken == 0
+
+
 def test_a_survivor_shows(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
     unharmed = Mutant("unharmed", "nothing", mutants.forward_on("tiny"))
     monkeypatch.setattr(mutants, "hunt", lambda: [Kill(unharmed, 9, 0, 0)])
