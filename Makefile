@@ -38,6 +38,7 @@ clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .benchmarks
 
 $(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'PYTHON must be Python 3.11 or later, got $(PYTHON), which is ' + sys.version.split()[0])"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt -e ".[triton,test,bench]"
 	@touch $@
