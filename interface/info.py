@@ -142,8 +142,8 @@ def _machine_lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
             ),
         ),
         (
-            "driver",
-            joined(known("{}", "driver"), known("CUDA {}", "cuda"), known("cuDNN {}", "cudnn")),
+            "CUDA",
+            joined(known("{}", "cuda"), known("cuDNN {}", "cudnn"), known("driver {}", "driver")),
         ),
         ("cpu", f"{facts['cpu']}, {facts['cpu_cores']} cores"),
         ("system", f"Python {facts['python']}, {facts['platform']}"),
