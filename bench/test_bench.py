@@ -503,6 +503,19 @@ RACE_WITH_A_LIAR = """
 """
 
 
+def triton_can_be_interpreted() -> bool:
+    """Some releases of Triton's interpreter fail with some releases of NumPy."""
+    ask = (
+        "import torch, flash_rosetta as fr; print(not fr.registry.why_not('triton', fr.Problem("
+        "batch=1, num_heads=1, seqlen_q=1, head_dim=32, dtype=torch.float32)))"
+    )
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", ask], env=environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip() == "True"
+
+
 def test_a_race_without_a_gpu_end_to_end(tmp_path):
     pytest.importorskip("pytest_benchmark")
     pytest.importorskip("safetensors")
@@ -531,7 +544,7 @@ def test_a_race_without_a_gpu_end_to_end(tmp_path):
         (r["extra_info"]["backend"], r["extra_info"]["direction"], r["extra_info"]["workload"]): r
         for r in results["benchmarks"]
     }
-    raced = {"reference", "triton", "sdpa-math"}
+    raced = {"reference", "sdpa-math"} | ({"triton"} if triton_can_be_interpreted() else set())
     assert {(name, d) for name, d, _ in records} == {
         *((name, "forward") for name in raced | {"liar"}),
         *((name, "backward") for name in raced),

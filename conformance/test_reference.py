@@ -12,7 +12,7 @@ import torch
 from flash_rosetta import Inputs, Problem, attention
 from flash_rosetta.reference import budget, fa1, io, oracle, standard, tiled, trace
 from flash_rosetta.reference.hbm import Traffic
-from flash_rosetta.reference.precision import matmul_precision
+from flash_rosetta.reference.precision import LIBRARIES, matmul_precision
 
 MASKS = ("full", "top_left", "bottom_right")
 NAMES = ("o", "lse", "dq", "dk", "dv")
@@ -305,16 +305,30 @@ def test_fp32_products_are_exact_unless_the_problem_allows_tf32(setting):
     torch.set_float32_matmul_precision(setting)
     try:
         for dtype, allow_tf32, want in (
-            (torch.float32, False, "highest"),
-            (torch.float32, True, "high"),
-            (torch.float16, True, "highest"),
+            (torch.float32, False, "ieee"),
+            (torch.float32, True, "tf32"),
+            (torch.float16, True, "ieee"),
         ):
             problem = problem_of(dtype=dtype, allow_tf32=allow_tf32)
             with matmul_precision(problem):
-                assert torch.get_float32_matmul_precision() == want
+                assert {library.fp32_precision for library in LIBRARIES} == {want}
             assert torch.get_float32_matmul_precision() == setting
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize(("setting", "allow_tf32"), [("ieee", False), ("tf32", True)])
+def test_precision_set_for_one_library(setting, allow_tf32):
+    """PyTorch's setting for all libraries raises once one library's own was used."""
+    x = problem_of(dtype=torch.float32).inputs()
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = setting
+    try:
+        assert flash_rosetta.explain(x.q, x.k, x.v).problem.allow_tf32 == allow_tf32
+        flash_rosetta.attention(x.q, x.k, x.v, backend="reference")
+        assert torch.backends.cuda.matmul.fp32_precision == setting
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
 
 
 def test_tiles_must_be_positive():

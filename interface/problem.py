@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -70,6 +71,13 @@ class Problem:
     allow_tf32: bool = False
     deterministic: bool = False
     needs_backward: bool = False
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # one call looks several caches up by its problem
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     def __post_init__(self) -> None:
         default = object.__setattr__

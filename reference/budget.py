@@ -58,9 +58,10 @@ BUDGETS = {
     "fp16": Budget(tensor=6e-4, row=4e-3, lse=1e-3, lse_relative=2e-6),
     # lse_relative: 16 units in the last place, since lse = m + log l can be no better than m.
     "fp32": Budget(tensor=2e-5, row=2e-4, lse=2e-5, lse_relative=2e-6),
-    # Scores from operands of 11 bits: an error of 1.6e-3 in the largest of 20,000 lse if the
-    # hardware rounds them, 4.8e-3 if it cuts them off.
-    "tf32": Budget(tensor=1e-3, row=6e-3, lse=5e-3, lse_relative=2e-6),
+    # Operands of 11 bits whose rest the hardware cuts off, not rounds: q, k, v and do are off by up
+    # to 2^-10 before anything is computed, all towards zero. Measured on an H200: o 1.5e-3, dq and
+    # dk 2.1e-3. Of 20,000 lse the worst is off by 4.8e-3.
+    "tf32": Budget(tensor=3e-3, row=1.5e-2, lse=5e-3, lse_relative=2e-6),
     "fp64": Budget(tensor=1e-10, row=1e-9, lse=1e-10, lse_relative=1e-12),
 }
 

@@ -9,6 +9,9 @@ import torch
 
 from flash_rosetta.problem import Problem
 
+LIBRARIES = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+"""Set one by one: `set_float32_matmul_precision` fails after a user has done so."""
+
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of scores, statistics and sums: fp64 for fp64 operands, fp32 for all others."""
@@ -22,13 +25,15 @@ def matmul_precision(problem: Problem) -> Iterator[None]:
     fp16 and bf16 operands are multiplied as fp32 numbers, so that they too need exact products,
     whatever the user's setting says: on a CPU "medium" would round them to bf16.
     """
-    wanted = "high" if problem.dtype == torch.float32 and problem.allow_tf32 else "highest"
-    if problem.dtype == torch.float64 or torch.get_float32_matmul_precision() == wanted:
+    wanted = "tf32" if problem.dtype == torch.float32 and problem.allow_tf32 else "ieee"
+    before = [library.fp32_precision for library in LIBRARIES]
+    if problem.dtype == torch.float64 or all(precision == wanted for precision in before):
         yield
         return
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(wanted)
+    for library in LIBRARIES:
+        library.fp32_precision = wanted
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        for library, precision in zip(LIBRARIES, before, strict=True):
+            library.fp32_precision = precision

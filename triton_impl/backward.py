@@ -37,7 +37,7 @@ from torch import Tensor
 
 from flash_rosetta.problem import Problem
 from flash_rosetta.triton_impl.forward import key_ranges, query_tile_of_program, visible
-from flash_rosetta.triton_impl.launch import Launch, dot_precision
+from flash_rosetta.triton_impl.launch import Launch, dot_precision, launch_key
 from flash_rosetta.triton_impl.tiles import padded_head_dim, tiles_for
 from flash_rosetta.triton_impl.tiling import can_use_tma, load_tile, operand, store_tile
 
@@ -63,7 +63,8 @@ def plan_backward(
 
     tiles = tiles_for(problem)
     width = padded_head_dim(problem.head_dim)
-    tma = can_use_tma(problem.target, q, k, v, do, dq, dk, dv)
+    tma = can_use_tma(problem, q, k, v, do)
+    key = launch_key(problem, q, k, v, do, o, lse, dlse)
     sizes = (
         problem.seqlen_q,
         problem.seqlen_k,
@@ -99,6 +100,7 @@ def plan_backward(
             "HAS_DLSE": dlse is not None,
             "num_warps": 8,
         },
+        key=key,
     )
     tile = tiles.dkdv
     dkdv = Launch(
@@ -126,6 +128,7 @@ def plan_backward(
             "num_warps": tile.num_warps,
             "num_stages": tile.num_stages,
         },
+        key=key,
     )
     tile = tiles.dq
     dq_launch = Launch(
@@ -153,6 +156,7 @@ def plan_backward(
             "num_warps": tile.num_warps,
             "num_stages": tile.num_stages,
         },
+        key=key,
     )
     return [preprocess, dkdv, dq_launch], dq, dk, dv
 

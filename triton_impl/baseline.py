@@ -31,7 +31,7 @@ from torch import Tensor
 from flash_rosetta.problem import Problem
 from flash_rosetta.triton_impl.backend import refusals
 from flash_rosetta.triton_impl.forward import visible
-from flash_rosetta.triton_impl.launch import Launch, dot_precision
+from flash_rosetta.triton_impl.launch import Launch, bind_context, dot_precision, launch_key
 from flash_rosetta.triton_impl.tiles import padded_head_dim
 from flash_rosetta.triton_impl.tiling import load_tile, operand, store_tile
 
@@ -50,6 +50,8 @@ class BaselineBackend:
         return reasons
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+        if q.is_cuda:
+            bind_context(q.device)
         launch, o, lse = plan_forward(q, k, v, problem)
         launch.run()
         return o, lse
@@ -95,6 +97,7 @@ def plan_forward(
             "IS_CAUSAL": problem.is_causal,
             "PRECISION": dot_precision(problem),
         },
+        key=launch_key(problem, q, k, v),
     )
     return launch, o, lse
 

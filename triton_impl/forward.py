@@ -23,6 +23,7 @@ What lives where
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 import triton
@@ -30,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_rosetta.problem import Problem
-from flash_rosetta.triton_impl.launch import Launch, dot_precision
+from flash_rosetta.triton_impl.launch import Launch, dot_precision, launch_key
 from flash_rosetta.triton_impl.tiles import padded_head_dim, tiles_for
 from flash_rosetta.triton_impl.tiling import can_use_tma, load_tile, operand, store_tile
 
@@ -41,42 +42,49 @@ def plan_forward(
     """The launch that computes o and lse, and the tensors it will fill."""
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    tile = tiles_for(problem).forward
-    width = padded_head_dim(problem.head_dim)
-    tma = can_use_tma(problem.target, q, k, v, o)
-    scale_log2 = problem.scale * math.log2(math.e)
-    launch = Launch(
-        forward_kernel,
-        grid=triton.cdiv(problem.seqlen_q, tile.tile_q) * problem.num_heads * problem.batch,
-        args=(
-            operand(q, tile.tile_q, width, tma),
-            operand(k, tile.tile_k, width, tma),
-            operand(v, tile.tile_k, width, tma),
-            operand(o, tile.tile_q, width, tma),
-            lse,
-            scale_log2,
-            2.0 ** math.ceil(math.log2(scale_log2)) if scale_log2 > 0 else 1.0,
-            problem.num_heads,
-            problem.group_size,
-            problem.seqlen_q,
-            problem.seqlen_k,
-            problem.head_dim,
-            problem.causal_offset,
-        ),
-        options={
-            "HEAD_DIM": width,
-            "TILE_Q": tile.tile_q,
-            "TILE_K": tile.tile_k,
-            "IS_CAUSAL": problem.is_causal,
-            "EVEN_K": problem.seqlen_k % tile.tile_k == 0,
-            "POSITIVE_SCALE": problem.scale > 0,
-            "TMA": tma,
-            "PRECISION": dot_precision(problem),
-            "num_warps": tile.num_warps,
-            "num_stages": tile.num_stages,
-        },
+    tma = can_use_tma(problem, q, k, v)
+    grid, scalars, options = _forward_constants(problem, tma)
+    rows_q, rows_k, width = options["TILE_Q"], options["TILE_K"], options["HEAD_DIM"]
+    args = (
+        operand(q, rows_q, width, tma),
+        operand(k, rows_k, width, tma),
+        operand(v, rows_k, width, tma),
+        operand(o, rows_q, width, tma),
+        lse,
+        *scalars,
     )
-    return launch, o, lse
+    return Launch(forward_kernel, grid, args, options, launch_key(problem, q, k, v)), o, lse
+
+
+@lru_cache(maxsize=4096)
+def _forward_constants(problem: Problem, tma: bool) -> tuple[int, tuple, dict]:
+    """What a launch takes from the problem alone: programs, scalar arguments, options."""
+    tile = tiles_for(problem).forward
+    scale_log2 = problem.scale * math.log2(math.e)
+    grid = triton.cdiv(problem.seqlen_q, tile.tile_q) * problem.num_heads * problem.batch
+    scalars = (
+        scale_log2,
+        2.0 ** math.ceil(math.log2(scale_log2)) if scale_log2 > 0 else 1.0,
+        problem.num_heads,
+        problem.group_size,
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.head_dim,
+        problem.causal_offset,
+    )
+    options = {
+        "HEAD_DIM": padded_head_dim(problem.head_dim),
+        "TILE_Q": tile.tile_q,
+        "TILE_K": tile.tile_k,
+        "IS_CAUSAL": problem.is_causal,
+        "EVEN_K": problem.seqlen_k % tile.tile_k == 0,
+        "POSITIVE_SCALE": problem.scale > 0,
+        "TMA": tma,
+        "PRECISION": dot_precision(problem),
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+    return grid, scalars, options
 
 
 HUGE = tl.constexpr(2.0**28)

@@ -2,32 +2,70 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flash_rosetta.problem import Problem
+
+MAX_COMPILED = 4096
+_compiled: dict[tuple, tuple[Any, tuple]] = {}
+_thread = threading.local()
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One Triton kernel, its number of programs, its arguments and its compile-time options."""
+    """One Triton kernel, its number of programs, its arguments and its compile-time options.
+
+    Launches of one kernel whose `key` is equal run the same compiled code: `launch_key` makes one.
+    """
 
     kernel: Any
     grid: int
     args: tuple
     options: dict[str, Any]
+    key: tuple
 
     def run(self) -> None:
         """Enqueue on the current stream of the current device."""
-        self.kernel[(self.grid,)](*self.args, **self.options, enable_fp_fusion=True)
+        known = _compiled.get((self.kernel, self.key))
+        if known is not None:
+            # Triton's own launch path would look at every argument again to choose the code.
+            compiled, constants = known
+            compiled[self.grid, 1, 1](*self.args, *constants)
+            return
+        compiled = self.kernel[(self.grid,)](*self.args, **self.options, enable_fp_fusion=True)
+        if compiled is not None:  # the interpreter compiles nothing
+            if len(_compiled) >= MAX_COMPILED:
+                _compiled.clear()
+            names = self.kernel.arg_names[len(self.args) :]
+            constants = tuple(self.options[name] for name in names)
+            _compiled[self.kernel, self.key] = compiled, constants
 
     def compile(self) -> Any:
         """Compile for the current target, without running; returns Triton's CompiledKernel."""
-        return self.kernel.warmup(
-            *self.args, grid=(self.grid,), **self.options, enable_fp_fusion=True
-        )
+        options = {**self.options, "enable_fp_fusion": True}
+        return self.kernel.warmup(*self.args, grid=(self.grid,), **options)
+
+
+def launch_key(problem: Problem, *tensors: Tensor | None) -> tuple:
+    """All that Triton's choice of compiled code can depend on, for kernels given `tensors`."""
+    layouts = (None if t is None else (t.stride(), t.data_ptr() % 16) for t in tensors)
+    return problem, tensors[0].device.index, *layouts
+
+
+def bind_context(device: torch.device) -> None:
+    """Make CUDA's context current in this thread.
+
+    PyTorch leaves that to its first call of CUDA, which may come after ours: Triton describes
+    tensors to the copy engine before it launches, and fails in a thread without a context.
+    """
+    if not getattr(_thread, "bound", False):
+        torch.cuda.set_device(device)
+        _thread.bound = True
 
 
 def dot_precision(problem: Problem) -> str:

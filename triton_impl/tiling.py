@@ -13,24 +13,36 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from flash_rosetta.problem import Problem
 
-def can_use_tma(target: str, *tensors: Tensor) -> bool:
-    """Whether every tensor can be described to the copy engine of `target` (sm_90 and later).
+
+def can_use_tma(problem: Problem, *inputs: Tensor) -> bool:
+    """Whether the copy engine of sm_90 and later can move tiles of the inputs and of our outputs.
 
     It takes rows of unit stride, other strides that are positive multiples of 16 bytes below 2^40,
     and a base aligned to 16 bytes. The interpreter ("cpu") plays by the same rules.
     """
+    target = problem.target
     if target != "cpu" and not (target.startswith("sm_") and int(target[3:]) >= 90):
         return False
-    for t in tensors:
-        if t.stride(3) != 1 or t.data_ptr() % 16:
+    itemsize = problem.dtype.itemsize
+    if problem.head_dim * itemsize % 16:  # the row stride of a contiguous output
+        return False
+    for t in inputs:
+        *strides, last = t.stride()
+        if last != 1 or t.data_ptr() % 16:
             return False
-        for size, stride in zip(t.shape[:3], t.stride()[:3], strict=True):
-            if size > 1 and not (
-                0 < stride * t.itemsize < 1 << 40 and stride * t.itemsize % 16 == 0
-            ):
+        for size, stride in zip(t.shape, strides, strict=False):
+            if size > 1 and (stride * itemsize % 16 or not 0 < stride * itemsize < 1 << 40):
                 return False
     return True
+
+
+class _Descriptor(TensorDescriptor):
+    """A descriptor whose conditions `can_use_tma` has checked: checking again costs host time."""
+
+    def __post_init__(self):
+        pass
 
 
 def operand(t: Tensor, rows: int, columns: int, tma: bool) -> TensorDescriptor | tuple:
@@ -39,7 +51,7 @@ def operand(t: Tensor, rows: int, columns: int, tma: bool) -> TensorDescriptor |
         return (t, *t.stride())
     # A dimension of one element may have any stride; the descriptor wants multiples of 16 bytes.
     strides = [s if n > 1 else 16 for n, s in zip(t.shape[:3], t.stride()[:3], strict=True)]
-    return TensorDescriptor(t, list(t.shape), [*strides, 1], [1, 1, rows, columns])
+    return _Descriptor(t, list(t.shape), [*strides, 1], [1, 1, rows, columns])
 
 
 @triton.jit
