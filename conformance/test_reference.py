@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from flash_rosetta import Inputs, Problem, attention
+from flash_rosetta import Inputs, Problem, attention, explain
 from flash_rosetta.reference import budget, fa1, io, oracle, standard, tiled, trace
 from flash_rosetta.reference.hbm import Traffic
 from flash_rosetta.reference.precision import LIBRARIES, matmul_precision
@@ -324,8 +324,8 @@ def test_precision_set_for_one_library(setting, allow_tf32):
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = setting
     try:
-        assert flash_rosetta.explain(x.q, x.k, x.v).problem.allow_tf32 == allow_tf32
-        flash_rosetta.attention(x.q, x.k, x.v, backend="reference")
+        assert explain(x.q, x.k, x.v).problem.allow_tf32 == allow_tf32
+        attention(x.q, x.k, x.v, backend="reference")
         assert torch.backends.cuda.matmul.fp32_precision == setting
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
