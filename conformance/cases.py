@@ -243,7 +243,7 @@ def _groups(lane: Lane) -> Iterator[Case]:
     """Grouped-query attention: query head h reads key/value head h // group_size."""
     for (num_heads, num_kv_heads), mask in zip(lane.groups, itertools.cycle(({}, TOP_LEFT))):
         problem = lane.problem(num_heads=num_heads, num_kv_heads=num_kv_heads, **mask)
-        yield Case(purpose="group", problem=problem, is_quick=num_kv_heads == 2)
+        yield Case(purpose="group", problem=problem, is_quick=num_heads == 6)
 
 
 def _dtypes(lane: Lane) -> Iterator[Case]:
@@ -251,7 +251,8 @@ def _dtypes(lane: Lane) -> Iterator[Case]:
     for (dtype, allow_tf32), head_dims in lane.dtypes.items():
         for head_dim, mask in itertools.product(head_dims, ({}, TOP_LEFT)):
             problem = lane.problem(head_dim=head_dim, dtype=dtype, allow_tf32=allow_tf32, **mask)
-            yield Case(purpose="dtype", problem=problem, is_quick=head_dim == 64)
+            is_quick = head_dim == lane.head_dim and problem.is_causal
+            yield Case(purpose="dtype", problem=problem, is_quick=is_quick)
 
 
 def _value_widths(lane: Lane) -> Iterator[Case]:
@@ -265,7 +266,8 @@ def _layouts(lane: Lane) -> Iterator[Case]:
     for layout, mask in zip(LAYOUTS, itertools.cycle((TOP_LEFT, {}))):
         if layout != "dense":
             problem = lane.problem(num_heads=2, **mask)
-            yield Case(purpose="layout", problem=problem, layout=layout, is_quick=True)
+            is_quick = layout in ("bshd", "wide_rows", "misaligned_do", "expanded_gradients")
+            yield Case(purpose="layout", problem=problem, layout=layout, is_quick=is_quick)
     grouped = lane.problem(num_heads=4, num_kv_heads=2, **TOP_LEFT)
     for layout in ("bshd", "expanded", "wide_rows"):
         yield Case(purpose="layout", problem=grouped, layout=layout)

@@ -148,8 +148,9 @@ def _use_one_thread(config: pytest.Config) -> None:
 def _interpret_triton(config: pytest.Config) -> None:
     """Without a GPU Triton runs in its interpreter, which must be said before kernels load."""
     if "TRITON_INTERPRET" not in os.environ:
-        os.environ["TRITON_INTERPRET"] = "1"
-        config.add_cleanup(partial(os.environ.__delitem__, "TRITON_INTERPRET"))
+        patch = pytest.MonkeyPatch()
+        patch.setenv("TRITON_INTERPRET", "1")
+        config.add_cleanup(patch.undo)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

@@ -24,6 +24,7 @@ def kills() -> dict[str, Kill]:
     return {kill.mutant.name: kill for kill in mutants.hunt()}
 
 
+@pytest.mark.thorough
 @pytest.mark.limit(300)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_planted_fault_is_caught_by_its_test(kills: dict[str, Kill], mutant: Mutant):
