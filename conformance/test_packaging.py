@@ -368,11 +368,11 @@ def example_backend() -> str:
 
 def test_the_example_backend_passes_conformance(project, tmp_path):
     source = example_backend()
-    assert len(source.splitlines()) <= 30, "the README promises a short one"
+    assert len(source.splitlines()) <= 32, "the README promises a short one"
     (tmp_path / "conftest.py").write_text(source, encoding="utf-8")
     printed = run(
         "-m", "flash_rosetta", "conformance", "--backend", "plain", "--quick", "-q",
-        "-p", "no:cacheprovider", "-k", "test_o_and_lse or test_dq_dk_dv",
+        "-p", "no:cacheprovider", "-k", "test_o_and_lse or test_dq_dk_dv or test_inf_and_nan",
         cwd=tmp_path,
     )  # fmt: skip
     assert re.search(r"plain +[1-9]\d* +0 +0 +[1-9]", printed), printed
