@@ -47,7 +47,7 @@ def _tf32_allowed() -> bool:
     try:
         return torch.get_float32_matmul_precision() != "highest"
     except RuntimeError:  # raised once the newer setting for each library has been used
-        return torch.backends.cuda.matmul.fp32_precision == "tf32"
+        return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 @lru_cache(maxsize=4096)  # a call's host time goes mostly into building and hashing what repeats
