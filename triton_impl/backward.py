@@ -36,13 +36,16 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_rosetta.problem import Problem
-from flash_rosetta.triton_impl.forward import key_ranges, query_tile_of_program, visible
+from flash_rosetta.triton_impl.forward import SIZES, key_ranges, query_tile_of_program, visible
 from flash_rosetta.triton_impl.launch import Launch, dot_precision, launch_key
 from flash_rosetta.triton_impl.tiles import padded_head_dim, tiles_for
 from flash_rosetta.triton_impl.tiling import can_use_tma, load_tile, operand, store_tile
 
 STATS_TILE = 128
-"""Rows of the padding of delta and lse: a multiple of every tile_q."""
+"""Rows of delta and lse are padded to a multiple of this, which every tile_q divides."""
+
+PREPROCESS_ROWS = 32
+"""Rows of one preprocess program: few, so that a wide row's unaligned loads fit the registers."""
 
 
 def plan_backward(
@@ -80,10 +83,10 @@ def plan_backward(
     }
     preprocess = Launch(
         preprocess_kernel,
-        grid=triton.cdiv(padded_rows, STATS_TILE) * problem.num_heads * problem.batch,
+        grid=padded_rows // PREPROCESS_ROWS * problem.num_heads * problem.batch,
         args=(
-            operand(o, STATS_TILE, width, False),
-            operand(do, STATS_TILE, width, False),
+            operand(o, PREPROCESS_ROWS, width, False),
+            operand(do, PREPROCESS_ROWS, width, False),
             lse,
             lse if dlse is None else dlse,
             *(lse if dlse is None else dlse).stride(),
@@ -96,9 +99,9 @@ def plan_backward(
         ),
         options={
             "HEAD_DIM": width,
-            "ROWS": STATS_TILE,
+            "ROWS": PREPROCESS_ROWS,
             "HAS_DLSE": dlse is not None,
-            "num_warps": 8,
+            "num_warps": 4,
         },
         key=key,
     )
@@ -161,7 +164,7 @@ def plan_backward(
     return [preprocess, dkdv, dq_launch], dq, dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def preprocess_kernel(
     o,
     do,
@@ -207,7 +210,7 @@ def preprocess_kernel(
     tl.store(delta + stats_offset, tl.where(sees_no_key, 0.0, delta_rows))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=(*SIZES, "num_kv_heads"))
 def dkdv_kernel(
     q,
     k,
@@ -258,7 +261,6 @@ def dkdv_kernel(
             do_tile = load_tile(do, batch, head, q_start, seqlen_q, head_dim, TILE_Q, HEAD_DIM, TMA)
             stats = stats_head + q_start + tl.arange(0, TILE_Q)
             lse2_rows = tl.load(lse2 + stats)
-            delta_rows = tl.load(delta + stats)
             s_t = tl.dot(k_tile, q_tile.T, input_precision=PRECISION)  # (1) S^T = K Q^T
             dp_t = tl.dot(v_tile, do_tile.T, input_precision=PRECISION)  # (3) dP^T = V dO^T
             # Rows of the tile past seqlen_k hold nonsense, which no product mixes into other rows.
@@ -267,6 +269,7 @@ def dkdv_kernel(
                 if q_start < full:
                     seen = visible(q_start, k_start, seqlen_k, causal_offset, TILE_Q, TILE_K, True)
                     p_t = tl.where(seen.T, p_t, 0.0)
+            delta_rows = tl.load(delta + stats)
             ds_t = p_t * (dp_t - delta_rows[None, :])
             p_t = p_t.to(do_tile.dtype)
             dv_acc = tl.dot(p_t, do_tile, dv_acc, input_precision=PRECISION)  # (2) dV += P^T dO
@@ -278,7 +281,7 @@ def dkdv_kernel(
     store_tile(dv, dv_tile, batch, kv_head, k_start, seqlen_k, head_dim, TILE_K, HEAD_DIM, TMA)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def dq_kernel(
     q,
     k,

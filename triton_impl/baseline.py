@@ -23,6 +23,8 @@ What lives where
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import triton
 import triton.language as tl
@@ -30,7 +32,7 @@ from torch import Tensor
 
 from flash_rosetta.problem import Problem
 from flash_rosetta.triton_impl.backend import refusals
-from flash_rosetta.triton_impl.forward import visible
+from flash_rosetta.triton_impl.forward import SIZES, visible
 from flash_rosetta.triton_impl.launch import Launch, bind_context, dot_precision, launch_key
 from flash_rosetta.triton_impl.tiles import padded_head_dim
 from flash_rosetta.triton_impl.tiling import load_tile, operand, store_tile
@@ -42,6 +44,9 @@ class BaselineBackend:
     """The 16 x 16 forward kernel; refuses to be differentiated. Runs only when named."""
 
     name = "triton_baseline"
+    expected_failures: ClassVar = {
+        "test_nan_in_a_value_stays_out_of_earlier_tiles": "it visits every key tile, skipping none"
+    }
 
     def why_not(self, problem: Problem) -> list[str]:
         reasons = refusals(problem)
@@ -102,7 +107,7 @@ def plan_forward(
     return launch, o, lse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def baseline_kernel(
     q,
     k,

@@ -15,7 +15,7 @@ Constraints
     head_dim 1 to 256, padded to a power of two in the tile; fp16, bf16, fp32; any strides.
 
 What lives where
-    registers: S and P [tile_q, tile_k], acc [tile_q, head_dim] fp32, m [tile_q], l [tile_q, 8]
+    registers: S and P [tile_q, tile_k], acc [tile_q, head_dim], m [tile_q], l [tile_q, 8], in fp32
     shared memory: the query tile, and a ring of num_stages key and value tiles filled ahead
     HBM: q, k, v read; o, lse written; never S or P
 """
@@ -60,11 +60,9 @@ def plan_forward(
 def _forward_constants(problem: Problem, tma: bool) -> tuple[int, tuple, dict]:
     """What a launch takes from the problem alone: programs, scalar arguments, options."""
     tile = tiles_for(problem).forward
-    scale_log2 = problem.scale * math.log2(math.e)
     grid = triton.cdiv(problem.seqlen_q, tile.tile_q) * problem.num_heads * problem.batch
     scalars = (
-        scale_log2,
-        2.0 ** math.ceil(math.log2(scale_log2)) if scale_log2 > 0 else 1.0,
+        abs(problem.scale) * math.log2(math.e) or 1.0,
         problem.num_heads,
         problem.group_size,
         problem.seqlen_q,
@@ -78,7 +76,7 @@ def _forward_constants(problem: Problem, tma: bool) -> tuple[int, tuple, dict]:
         "TILE_K": tile.tile_k,
         "IS_CAUSAL": problem.is_causal,
         "EVEN_K": problem.seqlen_k % tile.tile_k == 0,
-        "POSITIVE_SCALE": problem.scale > 0,
+        "SIGN": (problem.scale > 0) - (problem.scale < 0),
         "TMA": tma,
         "PRECISION": dot_precision(problem),
         "num_warps": tile.num_warps,
@@ -88,17 +86,21 @@ def _forward_constants(problem: Problem, tma: bool) -> tuple[int, tuple, dict]:
 
 
 HUGE = tl.constexpr(2.0**28)
+"""Base-2 scores beyond this are recomputed exactly: see `online_softmax`."""
 
 
-@triton.jit
+# One compilation serves all sizes; only head_dim is looked at, on which the width of loads depends.
+SIZES = ("num_heads", "group_size", "seqlen_q", "seqlen_k", "causal_offset")
+
+
+@triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
     q,
     k,
     v,
     o,
     lse,
-    scale_log2,
-    scale_power_of_two,
+    factor,
     num_heads,
     group_size,
     seqlen_q,
@@ -110,31 +112,76 @@ def forward_kernel(
     TILE_K: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     EVEN_K: tl.constexpr,
-    POSITIVE_SCALE: tl.constexpr,
+    SIGN: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     batch, head, q_start = query_tile_of_program(num_heads, seqlen_q, TILE_Q, IS_CAUSAL)
     kv_head = head // group_size
-    full, end = key_ranges(q_start, seqlen_k, causal_offset, TILE_Q, IS_CAUSAL)
-
     q_tile = load_tile(q, batch, head, q_start, seqlen_q, head_dim, TILE_Q, HEAD_DIM, TMA)
+    acc, m, l = online_softmax(
+        q_tile, k, v, batch, kv_head, q_start, factor, seqlen_k, head_dim, causal_offset,
+        HEAD_DIM, TILE_Q, TILE_K, IS_CAUSAL, EVEN_K, SIGN, TMA, PRECISION, False,
+    )  # fmt: skip
+    if tl.max(tl.where(m == float("-inf"), 0.0, tl.abs(m)), 0) > HUGE:
+        acc, m, l = online_softmax(
+            q_tile, k, v, batch, kv_head, q_start, factor, seqlen_k, head_dim, causal_offset,
+            HEAD_DIM, TILE_Q, TILE_K, IS_CAUSAL, EVEN_K, SIGN, TMA, PRECISION, True,
+        )  # fmt: skip
+
+    rows = q_start + tl.arange(0, TILE_Q)
+    lse_rows = (m + tl.log2(l)) * 0.6931471805599453  # ln 2
+    lse_head = lse + (tl.cast(batch, tl.int64) * num_heads + head) * seqlen_q
+    tl.store(lse_head + rows, lse_rows, mask=rows < seqlen_q)
+    if IS_CAUSAL:
+        # A row that sees no key has l = 0 and gets o = 0. A row whose seen scores are all -inf has
+        # l = 0 as well, but must get NaN, as softmax gives.
+        l = tl.where(rows + causal_offset < 0, 1.0, l)
+    o_tile = (acc / l[:, None]).to(q_tile.dtype)
+    store_tile(o, o_tile, batch, head, q_start, seqlen_q, head_dim, TILE_Q, HEAD_DIM, TMA)
+
+
+@triton.jit
+def online_softmax(
+    q_tile, k, v, batch, kv_head, q_start, factor, seqlen_k, head_dim, causal_offset,
+    HEAD_DIM: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    EVEN_K: tl.constexpr, SIGN: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """acc = sum of P V, and P's row maximum m (of base-2 scores) and row sum l, over all keys.
+
+    The scale is folded into the exponent, one multiply-add a score, and exp2 replaces exp. `factor`
+    is |scale| log2(e): a negative scale flips the scores instead, so that a maximum stays one.
+
+    The multiply-add rounds once where m = factor * max(s) was rounded before. Exponents are off by
+    up to half a unit in the last place of m for that, but all of a row by the same amount, which
+    cancels in P / l. Beyond 2^28 it overflows instead: EXACT subtracts first, at one more
+    instruction a score.
+    """
+    full, end = key_ranges(q_start, seqlen_k, causal_offset, TILE_Q, IS_CAUSAL)
     m = tl.full([TILE_Q], float("-inf"), tl.float32)
     l = tl.zeros([TILE_Q, 8], tl.float32)
     acc = tl.zeros([TILE_Q, HEAD_DIM], tl.float32)
     for k_start in tl.range(0, end, TILE_K):
         k_tile = load_tile(k, batch, kv_head, k_start, seqlen_k, head_dim, TILE_K, HEAD_DIM, TMA)
         s = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)  # (1) S = Q K^T [tile_q, tile_k]
-        if not POSITIVE_SCALE:
-            s *= scale_log2
+        if SIGN < 0:
+            s = -s
+        elif SIGN == 0:
+            s *= 0.0
         if IS_CAUSAL or not EVEN_K:
             if k_start + TILE_K > full:
                 seen = visible(q_start, k_start, seqlen_k, causal_offset, TILE_Q, TILE_K, IS_CAUSAL)
                 s = tl.where(seen, s, float("-inf"))
-        m_new, factor = row_maximum(m, s, scale_log2, scale_power_of_two, POSITIVE_SCALE)
+        s_max = tl.max(s, 1)
+        m_new = tl.maximum(m, s_max if EXACT else s_max * factor)
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # (-inf) - (-inf) would be NaN
-        alpha = tl.exp2(m - m_safe)
-        p = tl.exp2(s * factor[:, None] - m_safe[:, None])
+        if EXACT:
+            alpha = tl.exp2((m - m_safe) * factor)
+            p = tl.exp2((s - m_safe[:, None]) * factor)
+        else:
+            alpha = tl.exp2(m - m_safe)
+            p = tl.exp2(s * factor - m_safe[:, None])
         # A tensor core leaves columns j, j + 8, j + 16, ... of a row to one thread, so that these
         # partial sums need no exchange between threads; they are added once, after the loop.
         l = l * alpha[:, None] + tl.sum(p.reshape([TILE_Q, TILE_K // 8, 8]), 1)
@@ -142,20 +189,7 @@ def forward_kernel(
         p = p.to(v_tile.dtype)
         acc = tl.dot(p, v_tile, acc * alpha[:, None], input_precision=PRECISION)  # O += P V
         m = m_new
-
-    rows = q_start + tl.arange(0, TILE_Q)
-    l_rows = tl.sum(l, 1)
-    if POSITIVE_SCALE:
-        m = tl.where(tl.abs(m) > HUGE, m * (scale_log2 / scale_power_of_two), m)
-    lse_rows = (m + tl.log2(l_rows)) * 0.6931471805599453  # ln 2
-    lse_head = lse + (tl.cast(batch, tl.int64) * num_heads + head) * seqlen_q
-    tl.store(lse_head + rows, lse_rows, mask=rows < seqlen_q)
-    if IS_CAUSAL:
-        # A row that sees no key has l = 0 and gets o = 0. A row whose seen scores are all -inf has
-        # l = 0 as well, but must get NaN, as softmax gives.
-        l_rows = tl.where(rows + causal_offset < 0, 1.0, l_rows)
-    o_tile = (acc / l_rows[:, None]).to(q_tile.dtype)
-    store_tile(o, o_tile, batch, head, q_start, seqlen_q, head_dim, TILE_Q, HEAD_DIM, TMA)
+    return acc, m * factor if EXACT else m, tl.sum(l, 1)
 
 
 @triton.jit
@@ -201,24 +235,3 @@ def visible(
         rows = q_start + tl.arange(0, TILE_Q)
         seen = seen & (keys[None, :] <= rows[:, None] + causal_offset)
     return seen
-
-
-@triton.jit
-def row_maximum(m, s, scale_log2, scale_power_of_two, POSITIVE_SCALE: tl.constexpr):
-    """The new row maximum of the scores in base 2, and the factor that takes s to base 2.
-
-    The scale is folded into the exponent, one multiply-add a score, and exp2 replaces exp. A scale
-    that is not positive would turn a maximum into a minimum: there s comes scaled, the factor is 1.
-
-    The multiply-add rounds once where the maximum was rounded as well, so that exponents are off by
-    up to half a unit in the last place of the maximum, by the same amount in a whole row, which
-    cancels in P / l. Beyond 2^28 it would overflow instead. There the factor is rounded up to a
-    power of two, which makes products exact; scores that large differ by 16 or more, or not at all.
-    """
-    s_max = tl.max(s, 1)
-    if POSITIVE_SCALE:
-        is_huge = tl.abs(s_max) * scale_log2 > HUGE
-        factor = tl.where(is_huge, scale_power_of_two, scale_log2)
-    else:
-        factor = tl.full(s_max.shape, 1.0, tl.float32)
-    return tl.maximum(m, s_max * factor), factor

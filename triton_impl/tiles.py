@@ -46,6 +46,11 @@ INTERPRETED = Tiles(
 )
 
 HOPPER = {
+    32: Tiles(
+        forward=Tile(64, 64, 4, 3),
+        dkdv=Tile(64, 64, 4, 3),
+        dq=Tile(64, 64, 4, 3),
+    ),
     64: Tiles(
         forward=Tile(64, 128, 4, 2),
         dkdv=Tile(64, 64, 4, 3),
@@ -58,8 +63,8 @@ HOPPER = {
     ),
     256: Tiles(
         forward=Tile(128, 64, 8, 2),
-        dkdv=Tile(32, 64, 8, 2),
-        dq=Tile(64, 64, 8, 2),
+        dkdv=Tile(32, 64, 8, 3),
+        dq=Tile(64, 32, 4, 3),
     ),
 }
 
