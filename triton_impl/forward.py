@@ -79,6 +79,7 @@ def _forward_constants(problem: Problem, tma: bool) -> tuple[int, tuple, dict]:
         "SIGN": (problem.scale > 0) - (problem.scale < 0),
         "TMA": tma,
         "PRECISION": dot_precision(problem),
+        "Q_IN_REGISTERS": tile.q_in_registers,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }
@@ -115,10 +116,15 @@ def forward_kernel(
     SIGN: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
+    Q_IN_REGISTERS: tl.constexpr,
 ):
     batch, head, q_start = query_tile_of_program(num_heads, seqlen_q, TILE_Q, IS_CAUSAL)
     kv_head = head // group_size
     q_tile = load_tile(q, batch, head, q_start, seqlen_q, head_dim, TILE_Q, HEAD_DIM, TMA)
+    if Q_IN_REGISTERS:
+        # Loaded tiles feed the tensor core from shared memory, computed ones from registers. The
+        # rows past seqlen_q are zero before this already.
+        q_tile = tl.where((q_start + tl.arange(0, TILE_Q) < seqlen_q)[:, None], q_tile, 0.0)
     acc, m, l = online_softmax(
         q_tile, k, v, batch, kv_head, q_start, factor, seqlen_k, head_dim, causal_offset,
         HEAD_DIM, TILE_Q, TILE_K, IS_CAUSAL, EVEN_K, SIGN, TMA, PRECISION, False,
@@ -165,6 +171,7 @@ def online_softmax(
     for k_start in tl.range(0, end, TILE_K):
         k_tile = load_tile(k, batch, kv_head, k_start, seqlen_k, head_dim, TILE_K, HEAD_DIM, TMA)
         s = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)  # (1) S = Q K^T [tile_q, tile_k]
+        v_tile = load_tile(v, batch, kv_head, k_start, seqlen_k, head_dim, TILE_K, HEAD_DIM, TMA)
         if SIGN < 0:
             s = -s
         elif SIGN == 0:
@@ -185,7 +192,6 @@ def online_softmax(
         # A tensor core leaves columns j, j + 8, j + 16, ... of a row to one thread, so that these
         # partial sums need no exchange between threads; they are added once, after the loop.
         l = l * alpha[:, None] + tl.sum(p.reshape([TILE_Q, TILE_K // 8, 8]), 1)
-        v_tile = load_tile(v, batch, kv_head, k_start, seqlen_k, head_dim, TILE_K, HEAD_DIM, TMA)
         p = p.to(v_tile.dtype)
         acc = tl.dot(p, v_tile, acc * alpha[:, None], input_precision=PRECISION)  # O += P V
         m = m_new

@@ -17,12 +17,16 @@ from flash_rosetta.problem import Problem
 
 @dataclass(frozen=True)
 class Tile:
-    """Query rows and key rows that one program holds at a time, its warps and pipeline depth."""
+    """Query rows and key rows that one program holds at a time, its warps and pipeline depth.
+
+    `q_in_registers` (forward only): S = Q K^T takes Q from registers instead of shared memory.
+    """
 
     tile_q: int
     tile_k: int
     num_warps: int
     num_stages: int
+    q_in_registers: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,8 @@ INTERPRETED = Tiles(
     dq=Tile(32, 16, 4, 1),
 )
 
+# Measured on an H200 (NOTES.md has the figures). What wins is two to four programs of one
+# warpgroup on each multiprocessor, whose softmax and matrix products fill each other's gaps.
 HOPPER = {
     32: Tiles(
         forward=Tile(64, 64, 4, 3),
@@ -52,22 +58,24 @@ HOPPER = {
         dq=Tile(64, 64, 4, 3),
     ),
     64: Tiles(
-        forward=Tile(64, 128, 4, 2),
-        dkdv=Tile(64, 64, 4, 3),
+        forward=Tile(64, 64, 4, 3, q_in_registers=True),  # 48 KB, 128 registers: four programs
+        dkdv=Tile(64, 64, 4, 3),  # 65 KB: three
         dq=Tile(64, 64, 4, 3),
     ),
     128: Tiles(
-        forward=Tile(64, 64, 4, 3),
-        dkdv=Tile(64, 64, 4, 2),
-        dq=Tile(128, 64, 8, 3),
+        forward=Tile(64, 64, 4, 3),  # 113 KB: two
+        dkdv=Tile(64, 64, 4, 2),  # 97 KB and all 255 registers: two
+        dq=Tile(128, 64, 8, 3),  # 160 KB: one, of two warpgroups that share keys and values
     ),
     256: Tiles(
-        forward=Tile(128, 64, 8, 2),
-        dkdv=Tile(32, 64, 8, 3),
+        forward=Tile(128, 64, 8, 2),  # 192 KB; 64 query rows fill no tensor core beside 256 columns
+        dkdv=Tile(32, 64, 8, 3),  # 64 query rows are faster, but spill registers
         dq=Tile(64, 32, 4, 3),
     ),
 }
 
+# Compiled without spills within the 99 KB of sm_89, which leaves room for two programs on sm_80.
+# Not measured.
 AMPERE = {
     64: Tiles(
         forward=Tile(64, 64, 4, 3),
@@ -86,6 +94,8 @@ AMPERE = {
     ),
 }
 
+# fp32 operands are twice as wide, and 3xTF32 holds each of them twice. Chosen to compile quickly
+# and to spill little; not tuned.
 TF32 = {
     64: Tiles(
         forward=Tile(64, 32, 4, 2),
@@ -132,4 +142,5 @@ def tiles_for(problem: Problem) -> Tiles:
         table = TF32 if problem.allow_tf32 else FP32
     else:
         table = HOPPER if problem.target in ("sm_90", "sm_100", "sm_103") else AMPERE
-    return table[max(64, padded_head_dim(problem.head_dim))]
+    width = padded_head_dim(problem.head_dim)
+    return table[max(width, min(table))]
