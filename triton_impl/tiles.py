@@ -9,7 +9,7 @@ A program may use 227 KB on sm_90 and sm_100, 163 KB on sm_80, 99 KB on sm_86, s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from flash_rosetta.problem import Problem
@@ -72,6 +72,12 @@ HOPPER = {
         dkdv=Tile(32, 64, 8, 3),  # 64 query rows are faster, but spill registers
         dq=Tile(64, 32, 4, 3),
     ),
+}
+
+# Hopper's, but for what spilled registers when compiled for sm_100. Not measured.
+BLACKWELL = HOPPER | {
+    128: replace(HOPPER[128], dkdv=Tile(64, 64, 8, 2)),
+    256: replace(HOPPER[256], dkdv=Tile(32, 64, 8, 1)),
 }
 
 # Compiled without spills within the 99 KB of sm_89, which leaves room for two programs on sm_80.
@@ -141,6 +147,8 @@ def tiles_for(problem: Problem) -> Tiles:
     if problem.dtype.itemsize == 4:
         table = TF32 if problem.allow_tf32 else FP32
     else:
-        table = HOPPER if problem.target in ("sm_90", "sm_100", "sm_103") else AMPERE
+        table = {"sm_90": HOPPER, "sm_100": BLACKWELL, "sm_103": BLACKWELL}.get(
+            problem.target, AMPERE
+        )
     width = padded_head_dim(problem.head_dim)
     return table[max(width, min(table))]
