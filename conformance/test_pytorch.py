@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from flash_rosetta import Inputs, Problem, ops
@@ -72,6 +74,22 @@ def test_opcheck(backend: str, lane: Lane, device: torch.device):
     torch.library.opcheck(ops.forward, (q, k, v, True, "top_left", problem.scale, True, backend))
     saved = (t.detach() for t in (x.do, x.dlse, x.q, x.k, x.v, o, lse))
     torch.library.opcheck(ops.backward, (*saved, True, "top_left", problem.scale, backend))
+
+
+def test_the_op_is_seen_by_whoever_must_see_it(backend: str, lane: Lane, device: torch.device):
+    """A call that needs no gradient may go past the dispatcher, but not past these."""
+    q, k, v, *_ = lane.problem(num_heads=2, num_kv_heads=1).inputs(device)
+    checks.attention(backend, q, k, v)  # or skip
+
+    def call(q: Tensor) -> Tensor:
+        return checks.attention(backend, q, k, v)
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert isinstance(call(q), FakeTensor)
+    called = [node.target for node in make_fx(call)(q).graph.nodes if node.op == "call_function"]
+    assert torch.ops.flash_rosetta.forward.default in called
+    with pytest.raises(RuntimeError, match="functorch"):  # or a gradient of zero, silently
+        torch.func.grad(lambda q: call(q).sum())(q)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])

@@ -66,7 +66,8 @@ def attention(
     needs_backward = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad
     )
-    o, lse = ops.forward(q, k, v, is_causal, causal_alignment, scale, needs_backward, name)
+    forward = ops.forward if needs_backward or ops.needs_dispatcher(q, k, v) else ops.run_forward
+    o, lse = forward(q, k, v, is_causal, causal_alignment, scale, needs_backward, name)
     if folded:
         o, lse = o.squeeze(1), lse.squeeze(1)
     return (o, lse) if return_lse else o

@@ -101,8 +101,7 @@ def _on_device_of(q: Tensor) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-@torch.library.custom_op("flash_rosetta::forward", mutates_args=())
-def forward(
+def run_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -119,6 +118,24 @@ def forward(
         return o, q.new_full(q.shape[:3], -torch.inf, dtype=_lse_dtype(q.dtype))
     with _on_device_of(q), _without_autocast(q):
         return chosen.forward(q, k, v, problem)
+
+
+forward = torch.library.custom_op("flash_rosetta::forward", run_forward, mutates_args=())
+
+
+def needs_dispatcher(*tensors: Tensor) -> bool:
+    """Whether anything must see the op between a call of it and `run_forward`, gradients aside.
+
+    The compiler, a torch.func transform, a mode or a tensor subclass must. Where none is, calling
+    `run_forward` gives the same and spares the host half of a small problem's time.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or any(type(t) not in (Tensor, torch.nn.Parameter) for t in tensors)
+    )
 
 
 @forward.register_fake

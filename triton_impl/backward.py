@@ -66,8 +66,8 @@ def plan_backward(
 
     tiles = tiles_for(problem)
     width = padded_head_dim(problem.head_dim)
-    tma = can_use_tma(problem, q, k, v, do)
     key = launch_key(problem, q, k, v, do, o, lse, dlse)
+    tma = can_use_tma(problem, *key.layouts[:4])
     sizes = (
         problem.seqlen_q,
         problem.seqlen_k,

@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_rosetta.problem import Problem
-from flash_rosetta.triton_impl.launch import Launch, dot_precision, launch_key
+from flash_rosetta.triton_impl.launch import Launch, LaunchKey, dot_precision, launch_key
 from flash_rosetta.triton_impl.tiles import padded_head_dim, tiles_for
 from flash_rosetta.triton_impl.tiling import can_use_tma, load_tile, operand, store_tile
 
@@ -42,9 +42,10 @@ def plan_forward(
     """The launch that computes o and lse, and the tensors it will fill."""
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    tma = can_use_tma(problem, q, k, v)
-    grid, scalars, options = _forward_constants(problem, tma)
+    key = launch_key(problem, q, k, v)
+    grid, scalars, options = _forward_constants(key)
     rows_q, rows_k, width = options["TILE_Q"], options["TILE_K"], options["HEAD_DIM"]
+    tma = options["TMA"]
     args = (
         operand(q, rows_q, width, tma),
         operand(k, rows_k, width, tma),
@@ -53,12 +54,13 @@ def plan_forward(
         lse,
         *scalars,
     )
-    return Launch(forward_kernel, grid, args, options, launch_key(problem, q, k, v)), o, lse
+    return Launch(forward_kernel, grid, args, options, key), o, lse
 
 
-@lru_cache(maxsize=4096)
-def _forward_constants(problem: Problem, tma: bool) -> tuple[int, tuple, dict]:
-    """What a launch takes from the problem alone: programs, scalar arguments, options."""
+@lru_cache(maxsize=4096)  # a small problem's time is mostly what the host does before it runs
+def _forward_constants(key: LaunchKey) -> tuple[int, tuple, dict]:
+    """What launches with equal keys have in common: programs, scalar arguments, options."""
+    problem = key.problem
     tile = tiles_for(problem).forward
     grid = triton.cdiv(problem.seqlen_q, tile.tile_q) * problem.num_heads * problem.batch
     scalars = (
@@ -77,7 +79,7 @@ def _forward_constants(problem: Problem, tma: bool) -> tuple[int, tuple, dict]:
         "IS_CAUSAL": problem.is_causal,
         "EVEN_K": problem.seqlen_k % tile.tile_k == 0,
         "SIGN": (problem.scale > 0) - (problem.scale < 0),
-        "TMA": tma,
+        "TMA": can_use_tma(problem, *key.layouts),
         "PRECISION": dot_precision(problem),
         "Q_IN_REGISTERS": tile.q_in_registers,
         "num_warps": tile.num_warps,

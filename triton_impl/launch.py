@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ class Launch:
     grid: int
     args: tuple
     options: dict[str, Any]
-    key: tuple
+    key: LaunchKey
 
     def run(self) -> None:
         """Enqueue on the current stream of the current device."""
@@ -51,10 +51,28 @@ class Launch:
         return self.kernel.warmup(*self.args, grid=(self.grid,), **options)
 
 
-def launch_key(problem: Problem, *tensors: Tensor | None) -> tuple:
-    """All that Triton's choice of compiled code can depend on, for kernels given `tensors`."""
-    layouts = (None if t is None else (t.stride(), t.data_ptr() % 16) for t in tensors)
-    return problem, tensors[0].device.index, *layouts
+class Layout(NamedTuple):
+    """How a tensor lies in memory, as far as it matters which code moves it."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    misalignment: int  # bytes past a multiple of 16
+
+
+class LaunchKey(NamedTuple):
+    """All that Triton's choice of compiled code can depend on; exact, so that equal means equal."""
+
+    problem: Problem
+    device: int | None
+    layouts: tuple[Layout | None, ...]
+
+
+def launch_key(problem: Problem, *tensors: Tensor | None) -> LaunchKey:
+    """The key of launches on behalf of `problem` that read `tensors`."""
+    layouts = tuple(
+        None if t is None else Layout(t.shape, t.stride(), t.data_ptr() % 16) for t in tensors
+    )
+    return LaunchKey(problem, tensors[0].device.index, layouts)
 
 
 def bind_context(device: torch.device) -> None:

@@ -14,9 +14,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flash_rosetta.problem import Problem
+from flash_rosetta.triton_impl.launch import Layout
 
 
-def can_use_tma(problem: Problem, *inputs: Tensor) -> bool:
+def can_use_tma(problem: Problem, *inputs: Layout) -> bool:
     """Whether the copy engine of sm_90 and later can move tiles of the inputs and of our outputs.
 
     It takes rows of unit stride, other strides that are positive multiples of 16 bytes below 2^40,
@@ -28,11 +29,11 @@ def can_use_tma(problem: Problem, *inputs: Tensor) -> bool:
     itemsize = problem.dtype.itemsize
     if problem.head_dim * itemsize % 16:  # the row stride of a contiguous output
         return False
-    for t in inputs:
-        *strides, last = t.stride()
-        if last != 1 or t.data_ptr() % 16:
+    for layout in inputs:
+        *strides, last = layout.stride
+        if last != 1 or layout.misalignment:
             return False
-        for size, stride in zip(t.shape, strides, strict=False):
+        for size, stride in zip(layout.shape, strides, strict=False):
             if size > 1 and (stride * itemsize % 16 or not 0 < stride * itemsize < 1 << 40):
                 return False
     return True
