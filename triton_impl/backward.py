@@ -128,6 +128,7 @@ def plan_backward(
         | {
             "TILE_Q": tile.tile_q,
             "TILE_K": tile.tile_k,
+            "MASK_EVERY_TILE": tile.mask_every_tile,
             "num_warps": tile.num_warps,
             "num_stages": tile.num_stages,
         },
@@ -210,7 +211,8 @@ def preprocess_kernel(
     tl.store(delta + stats_offset, tl.where(sees_no_key, 0.0, delta_rows))
 
 
-@triton.jit(do_not_specialize=(*SIZES, "num_kv_heads"))
+# Compiled anew for a group of one head: the loop over it goes, and with it some registers.
+@triton.jit(do_not_specialize=("num_kv_heads", "seqlen_q", "seqlen_k", "causal_offset"))
 def dkdv_kernel(
     q,
     k,
@@ -235,6 +237,7 @@ def dkdv_kernel(
     IS_CAUSAL: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
+    MASK_EVERY_TILE: tl.constexpr,
 ):
     # In a causal problem the first key tile is seen by the most queries, and starts first.
     num_tiles = tl.cdiv(seqlen_k, TILE_K)
@@ -266,7 +269,7 @@ def dkdv_kernel(
             # Rows of the tile past seqlen_k hold nonsense, which no product mixes into other rows.
             p_t = tl.exp2(s_t * scale_log2 - lse2_rows[None, :])  # [tile_k, tile_q]
             if IS_CAUSAL:
-                if q_start < full:
+                if MASK_EVERY_TILE or q_start < full:
                     seen = visible(q_start, k_start, seqlen_k, causal_offset, TILE_Q, TILE_K, True)
                     p_t = tl.where(seen.T, p_t, 0.0)
             delta_rows = tl.load(delta + stats)

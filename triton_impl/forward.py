@@ -131,7 +131,8 @@ def forward_kernel(
         q_tile, k, v, batch, kv_head, q_start, factor, seqlen_k, head_dim, causal_offset,
         HEAD_DIM, TILE_Q, TILE_K, IS_CAUSAL, EVEN_K, SIGN, TMA, PRECISION, False,
     )  # fmt: skip
-    if tl.max(tl.where(m == float("-inf"), 0.0, tl.abs(m)), 0) > HUGE:
+    magnitude = tl.where(tl.abs(m) < float("inf"), tl.abs(m), 0.0)
+    if tl.max(magnitude, 0) > HUGE:
         acc, m, l = online_softmax(
             q_tile, k, v, batch, kv_head, q_start, factor, seqlen_k, head_dim, causal_offset,
             HEAD_DIM, TILE_Q, TILE_K, IS_CAUSAL, EVEN_K, SIGN, TMA, PRECISION, True,

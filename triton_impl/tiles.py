@@ -19,7 +19,8 @@ from flash_rosetta.problem import Problem
 class Tile:
     """Query rows and key rows that one program holds at a time, its warps and pipeline depth.
 
-    `q_in_registers` (forward only): S = Q K^T takes Q from registers instead of shared memory.
+    `q_in_registers` (forward): S = Q K^T takes Q from registers instead of shared memory.
+    `mask_every_tile` (dk/dv, causal): no branch around the mask, which saves registers.
     """
 
     tile_q: int
@@ -27,6 +28,7 @@ class Tile:
     num_warps: int
     num_stages: int
     q_in_registers: bool = False
+    mask_every_tile: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ HOPPER = {
     ),
     256: Tiles(
         forward=Tile(128, 64, 8, 2),  # 192 KB; 64 query rows fill no tensor core beside 256 columns
-        dkdv=Tile(32, 64, 8, 3),  # 64 query rows are faster, but spill registers
+        dkdv=Tile(64, 64, 8, 2, mask_every_tile=True),  # a branch would make it spill
         dq=Tile(64, 32, 4, 3),
     ),
 }
