@@ -130,7 +130,7 @@ GPU = Lane(
         (64, 1000),
         (1021, 253),
     ),
-    head_dims=(1, 8, 16, 32, 33, 40, 72, 80, 96, 104, 128, 160, 192, 200, 256),
+    head_dims=(1, 8, 16, 32, 33, 40, 72, 80, 96, 104, 128, 129, 160, 192, 200, 250, 256),
     groups=((2, 1), (6, 3), (6, 2), (8, 2), (16, 2), (5, 1)),
     dtypes={
         (FP16, False): (64, 128),
@@ -271,6 +271,9 @@ def _layouts(lane: Lane) -> Iterator[Case]:
     grouped = lane.problem(num_heads=4, num_kv_heads=2, **TOP_LEFT)
     for layout in ("bshd", "expanded", "wide_rows"):
         yield Case(purpose="layout", problem=grouped, layout=layout)
+    for dtype, head_dim in itertools.product((FP16, FP32), (lane.head_dim, 2 * lane.head_dim)):
+        problem = lane.problem(num_heads=1, dtype=dtype, head_dim=head_dim, **TOP_LEFT)
+        yield Case(purpose="layout", problem=problem, layout="wide_rows")
 
 
 def _masked(lane: Lane) -> Iterator[Case]:

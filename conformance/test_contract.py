@@ -1,7 +1,9 @@
 """What a call promises beside its numbers: shapes, refusals, errors, choice of the backend."""
 
 import math
+import pickle
 from dataclasses import replace
+from importlib.metadata import EntryPoint
 from itertools import combinations
 from typing import Any
 
@@ -55,6 +57,14 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = 
     "scale_text": ({"scale": "1"}, TypeError, ("scale must", "number", "str")),
     "scale_bool": ({"scale": True}, TypeError, ("scale must", "number", "bool")),
     "scale_tensor": ({"scale": Q.sum()}, TypeError, ("scale must", "number", "Tensor")),
+    "scale_beyond_float": ({"scale": 10**400}, ValueError, ("scale must", "finite", "1000")),
+    "scale_array": ({"scale": KV.numpy()}, TypeError, ("scale must", "number", "ndarray")),
+    "return_lse_text": ({"return_lse": "no"}, TypeError, ("return_lse must", "bool", "str")),
+    "q_nested": (
+        {"q": torch.nested.nested_tensor([Q[0], Q[1]])},
+        TypeError,
+        ("q must", "strided", "nested"),
+    ),
     "backend_number": ({"backend": 3}, TypeError, ("backend must", "str", "int")),
     "backend_unknown": ({"backend": "fastest"}, ValueError, ("backend must", "auto", "'fastest'")),
 }
@@ -221,7 +231,7 @@ def test_the_environment_names_a_backend(backend: str, monkeypatch):
     other = flash_rosetta.explain(x.q, x.k, x.v, backend="reference")
     assert other.chosen == "reference", "the argument does not win over the environment"
     monkeypatch.setenv("FLASH_ROSETTA_BACKEND", "fastest")
-    with pytest.raises(ValueError, match="fastest"):
+    with pytest.raises(ValueError, match=r"FLASH_ROSETTA_BACKEND must be one of .*fastest"):
         flash_rosetta.attention(x.q, x.k, x.v)
 
 
@@ -246,3 +256,51 @@ def test_a_name_is_registered_once_and_by_a_whole_backend():
         registry.register(reference)
     with pytest.raises(TypeError, match="backward"):
         registry.register(type("Half", (), {"name": "half", "why_not": 0, "forward": 0})())
+    with pytest.raises(TypeError, match="instance, got the class"):
+        registry.register(type(reference))
+    for name in ("auto", "", 5):
+        other = type(reference)()
+        other.name = name
+        with pytest.raises(ValueError, match="name must be a non-empty str"):
+            registry.register(other)
+    with pytest.raises(ValueError, match="one of reference"):
+        registry.get("auto")
+
+
+def test_a_package_that_registers_nonsense_disturbs_no_other(monkeypatch):
+    nonsense = EntryPoint("nonsense", "math:pi", registry.ENTRY_POINT_GROUP)
+    found = {**registry._entry_points(), "nonsense": nonsense}
+    monkeypatch.setattr(registry, "_entry_points", lambda: found)
+    registry._clear_caches()
+    try:
+        explanation = flash_rosetta.explain(Q, KV, KV, backend="reference")
+        assert explanation.chosen == "reference"
+        assert "is no Backend" in explanation.reasons["nonsense"][0]
+    finally:
+        monkeypatch.undo()
+        registry._clear_caches()
+
+
+def test_a_backend_chosen_at_import_stays_chosen():
+    from flash_rosetta.backends import reference as fa
+
+    assert fa.attention(Q, KV, KV).shape == Q.shape
+    assert fa.explain(Q, KV, KV).chosen == "reference"
+    with pytest.raises(TypeError, match="backend was chosen at import"):
+        fa.attention(Q, KV, KV, backend="auto")
+
+
+def test_what_crosses_processes_arrives_whole():
+    problem = Problem(batch=1, num_heads=2, seqlen_q=3, head_dim=4)
+    assert hash(problem) == hash(replace(problem))
+    assert "_hash" not in problem.__getstate__()
+    assert pickle.loads(pickle.dumps(problem)) == problem
+    error = pickle.loads(pickle.dumps(Unsupported("some", ["a reason"], problem)))
+    assert (error.backend, error.reasons, error.problem) == ("some", ["a reason"], problem)
+
+
+@pytest.mark.parametrize("name", ["batch", "seqlen_q", "head_dim"])
+def test_a_problem_has_whole_sizes(name: str):
+    sizes = {"batch": 1, "num_heads": 2, "seqlen_q": 3, "head_dim": 4}
+    with pytest.raises(TypeError, match=f"{name} must be an int, got 1.5"):
+        Problem(**sizes | {name: 1.5})

@@ -102,10 +102,33 @@ def test_rows_without_keys(backend: str, lane: Lane, device: torch.device):
     assert not got["dq"][:, :, :empty].any()
     odd = x._replace(dlse=x.dlse.clone(), do=x.do.clone())
     odd.dlse[:, :, :empty] = math.nan
-    odd.do[:, :, :empty] = 1e4
+    odd.do[:, :, :empty] = math.nan  # as o / |o| has there
     other = checks.run(backend, odd, problem, gradients=GRADIENTS)
     for name in GRADIENTS:
         assert torch.equal(other[name], got[name]), f"{name} depends on rows that see no key"
+
+
+@pytest.mark.parametrize("mask", [{}, TOP_LEFT], ids=["full", "causal"])
+def test_a_scale_below_fp32_makes_a_mean(
+    backend: str, lane: Lane, device: torch.device, mask: dict
+):
+    """It rounds to zero, which must not meet the -inf of a mask."""
+    problem = lane.problem(scale=1e-46, **mask)
+    x = dense(problem, device)
+    checks.compare(backend, checks.run(backend, x, problem), x, problem)
+
+
+@pytest.mark.parametrize("scale", [1e9, -1e9])
+def test_huge_scores_pick_the_largest(backend: str, lane: Lane, device: torch.device, scale: float):
+    """Scores near 1e10, all different, over several tiles: P is 1 at the largest, 0 elsewhere."""
+    problem = lane.problem(scale=scale)
+    x = dense(problem, device)
+    got = checks.run(backend, x, problem)
+    largest = (math.copysign(1, scale) * x.q.double() @ x.k.double().mT).topk(2, dim=-1)
+    clear = largest.values[..., 0] - largest.values[..., 1] > 1e-3
+    assert clear.any()
+    want = x.v.gather(2, largest.indices[..., :1].expand_as(x.q))
+    assert torch.equal(got.o[clear], want[clear])
 
 
 @pytest.mark.parametrize("mask", [{}, TOP_LEFT], ids=["full", "causal"])

@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
+import flash_rosetta
 from flash_rosetta import Inputs, Problem, ops
 from flash_rosetta.conformance import checks
 from flash_rosetta.conformance.cases import LAYOUTS, TOP_LEFT, Case, Lane
@@ -90,6 +92,43 @@ def test_the_op_is_seen_by_whoever_must_see_it(backend: str, lane: Lane, device:
     assert torch.ops.flash_rosetta.forward.default in called
     with pytest.raises(RuntimeError, match="functorch"):  # or a gradient of zero, silently
         torch.func.grad(lambda q: call(q).sum())(q)
+    lazily_negative = torch.complex(torch.zeros_like(q.float()), -q.float()).conj().imag
+    assert lazily_negative.is_neg()
+    q, k, v = q.float(), k.float(), v.float()
+    assert torch.equal(call(lazily_negative), call(q))
+
+
+def test_forward_mode_raises(backend: str, lane: Lane, device: torch.device):
+    """A tangent must not be dropped, nor come out as zero."""
+    q, k, v, *_ = lane.problem().inputs(device)
+    checks.attention(backend, q, k, v)  # or skip
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda q: checks.attention(backend, q, k, v), (q,), (q,))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        checks.attention(backend, q, forward_ad.make_dual(k, k), v)
+
+
+def test_meta_tensors_have_shapes():
+    q, k = torch.empty(2, 4, 5, 8, device="meta"), torch.empty(2, 2, 6, 8, device="meta")
+    o, lse = flash_rosetta.attention(q, k, k, return_lse=True)
+    assert o.is_meta
+    assert (o.shape, lse.shape) == (q.shape, q.shape[:3])
+
+
+@pytest.mark.limit(COMPILE_LIMIT_S)
+def test_compiles_with_a_scale_that_changes(backend: str, lane: Lane, device: torch.device):
+    problem = lane.problem(num_heads=1)
+    q, k, v, *_ = problem.inputs(device)
+    checks.attention(backend, q, k, v)  # or skip
+    compiled = torch.compile(
+        lambda q, scale: flash_rosetta.attention(q, k, v, scale=scale, backend=backend),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    for scale in (0.5, 0.7, 1, 2):
+        want = flash_rosetta.attention(q, k, v, scale=scale, backend=backend)
+        assert torch.equal(compiled(q, scale), want)
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])

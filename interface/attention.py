@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -54,12 +55,13 @@ def attention(
         TypeError, ValueError: for arguments outside the above; names the argument and its value.
         Unsupported: the named backend cannot run this problem; carries every reason.
 
-    Differentiable once: a second derivative raises.
+    Differentiable once, in reverse: second derivatives and forward-mode tangents raise.
     """
     q, k, v = _autocast(q, k, v)
     _check_tensors(q, k, v)
-    scale = _check_options(q, is_causal, causal_alignment, scale)
+    scale = _check_options(q, is_causal, causal_alignment, scale, return_lse)
     name = _backend_name(backend)
+    ops.refuse_forward_mode(q, k, v)
     folded = q.dim() == 3
     if folded:
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
@@ -115,7 +117,7 @@ def explain(
     """
     q, k, v = _autocast(q, k, v)
     _check_tensors(q, k, v)
-    scale = _check_options(q, is_causal, causal_alignment, scale)
+    scale = _check_options(q, is_causal, causal_alignment, scale, return_lse)
     if q.dim() == 3:
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
     needs_backward = torch.is_grad_enabled() and (
@@ -135,7 +137,11 @@ def explain(
 
 def _backend_name(backend: str | None) -> str:
     if backend is None:
-        return os.environ.get(BACKEND_VARIABLE) or "auto"
+        name = os.environ.get(BACKEND_VARIABLE) or "auto"
+        if name != "auto" and not torch.compiler.is_compiling() and name not in registry.names():
+            accepted = ", ".join(["auto", *registry.names()])
+            raise ValueError(f"{BACKEND_VARIABLE} must be one of {accepted}; got {name!r}")
+        return name
     if not isinstance(backend, str):
         raise TypeError(f"backend must be a name (str) or None, got {type(backend).__name__}")
     return backend
@@ -144,7 +150,7 @@ def _backend_name(backend: str | None) -> str:
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast, cast as SDPA's entry in the autocast table does: all but fp64."""
     first = tensors[0]
-    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
+    if not isinstance(first, Tensor) or not ops.is_autocast_enabled(first.device):
         return tensors
     dtype = torch.get_autocast_dtype(first.device.type)
     return tuple(
@@ -159,8 +165,9 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.layout != torch.strided:
-            raise TypeError(f"{name} must be a strided tensor, got layout {tensor.layout}")
+        if tensor.layout != torch.strided or tensor.is_nested:
+            kind = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+            raise TypeError(f"{name} must be a strided tensor, got {kind}")
         if tensor.dtype not in DTYPE_NAMES:
             accepted = ", ".join(map(str, DTYPE_NAMES))
             raise TypeError(f"{name} must have a dtype among {accepted}, got {tensor.dtype}")
@@ -202,20 +209,29 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             )
 
 
-def _check_options(q: Tensor, is_causal: bool, causal_alignment: str, scale: float | None) -> float:
+def _check_options(
+    q: Tensor, is_causal: bool, causal_alignment: str, scale: float | None, return_lse: bool
+) -> float:
     """The scale to use; raises for options outside the contract."""
-    if not isinstance(is_causal, bool):
-        raise TypeError(f"is_causal must be a bool, got {type(is_causal).__name__}")
-    if causal_alignment not in ("top_left", "bottom_right"):
+    for name, flag in (("is_causal", is_causal), ("return_lse", return_lse)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be a bool, got {type(flag).__name__}")
+    if not isinstance(causal_alignment, str) or causal_alignment not in (
+        "top_left",
+        "bottom_right",
+    ):
         raise ValueError(
             f"causal_alignment must be 'top_left' or 'bottom_right', got {causal_alignment!r}"
         )
     if scale is None:
         default: float = q.shape[-1] ** -0.5
         return default
-    if isinstance(scale, bool | Tensor) or not hasattr(scale, "__float__"):
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
-    scale = float(scale)
-    if not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
-    return scale
+    try:
+        number = float(scale)
+    except OverflowError:
+        number = math.inf
+    if not -math.inf < number < math.inf:  # unlike math.isfinite, the compiler can follow this
+        raise ValueError(f"scale must be finite and fit a float, got {scale}")
+    return number

@@ -95,3 +95,6 @@ class Unsupported(NotImplementedError):
         self.problem = problem
         subject = f"cannot run {problem.id} on {problem.target}" if problem else "cannot be loaded"
         super().__init__(f"backend {backend!r} {subject}: {'; '.join(self.reasons)}")
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.backend, self.reasons, self.problem)

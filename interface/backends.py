@@ -6,8 +6,10 @@ backend filled in. The import raises ImportError with the reason when the backen
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from functools import wraps
 from types import SimpleNamespace
+from typing import Any
 
 from flash_rosetta import registry
 from flash_rosetta.attention import attention, explain
@@ -23,10 +25,20 @@ def __getattr__(name: str) -> SimpleNamespace:
         raise ImportError(str(error), name=f"{__name__}.{name}") from error
     return SimpleNamespace(
         backend=backend,
-        attention=partial(attention, backend=name),
-        explain=partial(explain, backend=name),
+        attention=_with_backend(attention, name),
+        explain=_with_backend(explain, name),
         why_not=backend.why_not,
     )
+
+
+def _with_backend(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        if "backend" in options:
+            raise TypeError(f"backend was chosen at import: {name!r}; got {options['backend']!r}")
+        return function(*args, **options, backend=name)
+
+    return call
 
 
 def __dir__() -> list[str]:

@@ -13,6 +13,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flash_rosetta import registry
 from flash_rosetta.problem import CausalAlignment, Problem, target_of
@@ -88,9 +89,26 @@ def _lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def is_autocast_enabled(device: torch.device) -> bool:
+    """Whether autocast is on for `device`; some kinds ("meta") know no autocast."""
+    kind = device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def refuse_forward_mode(*tensors: Tensor) -> None:
+    """Raise NotImplementedError for tensors that carry a tangent: it would be dropped silently."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise NotImplementedError(
+            "flash_rosetta.attention has no forward-mode derivative (torch.func.jvp, jacfwd, "
+            "torch.autograd.forward_ad): use reverse mode"
+        )
+
+
 def _without_autocast(q: Tensor) -> AbstractContextManager[None]:
     """Keep autocast away from a backend's own PyTorch calls."""
-    if torch.is_autocast_enabled(q.device.type):
+    if is_autocast_enabled(q.device):
         return torch.autocast(q.device.type, enabled=False)
     return nullcontext()
 
@@ -126,15 +144,18 @@ forward = torch.library.custom_op("flash_rosetta::forward", run_forward, mutates
 def needs_dispatcher(*tensors: Tensor) -> bool:
     """Whether anything must see the op between a call of it and `run_forward`, gradients aside.
 
-    The compiler, a torch.func transform, a mode or a tensor subclass must. Where none is, calling
-    `run_forward` gives the same and spares the host half of a small problem's time.
+    The compiler, a torch.func transform, a mode, a tensor subclass, a meta tensor and a
+    tensor that is not yet negated must. Where none is, calling `run_forward` gives the same and
+    spares the host half of a small problem's time.
     """
     return (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
-        or any(type(t) not in (Tensor, torch.nn.Parameter) for t in tensors)
+        or any(
+            type(t) not in (Tensor, torch.nn.Parameter) or t.is_neg() or t.is_meta for t in tensors
+        )
     )
 
 
@@ -163,7 +184,21 @@ def backward(
     if problem.is_empty:
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     with _on_device_of(q), _without_autocast(q):
+        do = _zero_where_no_key_is_seen(do, problem)
         return chosen.backward(do, dlse, q, k, v, o, lse, problem)
+
+
+def _zero_where_no_key_is_seen(do: Tensor, problem: Problem) -> Tensor:
+    """do, without what it says of rows whose o is 0 whatever the inputs are.
+
+    A loss may well have a gradient of NaN there (o / |o|), and a kernel multiplies it by P = 0.
+    """
+    rows = -problem.causal_offset if problem.is_causal else 0
+    if rows <= 0:
+        return do
+    do = do.clone(memory_format=torch.contiguous_format)
+    do[:, :, :rows] = 0
+    return do
 
 
 @backward.register_fake

@@ -79,6 +79,9 @@ class Problem:
     def _hash(self) -> int:  # one call looks several caches up by its problem
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
+    def __getstate__(self) -> dict:  # the hash of a str differs from process to process
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
     def __post_init__(self) -> None:
         default = object.__setattr__
         if self.num_kv_heads == -1:
@@ -87,7 +90,11 @@ class Problem:
             default(self, "seqlen_k", self.seqlen_q)
         if self.head_dim_v == -1:
             default(self, "head_dim_v", self.head_dim)
-        for name in ("batch", "num_heads", "num_kv_heads", "seqlen_q", "seqlen_k"):
+        sizes = ("batch", "num_heads", "num_kv_heads", "seqlen_q", "seqlen_k")
+        for name in (*sizes, "head_dim", "head_dim_v"):
+            if not isinstance(getattr(self, name), int):
+                raise TypeError(f"{name} must be an int, got {getattr(self, name)!r}")
+        for name in sizes:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         for name in ("head_dim", "head_dim_v"):

@@ -23,14 +23,18 @@ def register(backend: Backend) -> Backend:
     """Add a backend under `backend.name` for this process; usable on an instance.
 
     For work in progress: an installed package declares an entry point in the group
-    "flash_rosetta.backends" instead. Raises ValueError if the name is taken, TypeError if a
-    method of `Backend` is missing.
+    "flash_rosetta.backends" instead. Raises ValueError if the name is taken or no name, TypeError
+    if a method of `Backend` is missing.
     """
+    if isinstance(backend, type):
+        raise TypeError(f"backend must be an instance, got the class {backend.__name__}")
     if not isinstance(backend, Backend):
         missing = [m for m in ("name", "why_not", "forward", "backward") if not hasattr(backend, m)]
         raise TypeError(
             f"backend must have name, why_not, forward and backward; {backend!r} lacks {missing}"
         )
+    if not isinstance(backend.name, str) or backend.name in ("", "auto"):
+        raise ValueError(f"name must be a non-empty str other than 'auto', got {backend.name!r}")
     if backend.name in names():
         raise ValueError(f"a backend named {backend.name!r} is already registered")
     _registered[backend.name] = backend
@@ -64,18 +68,17 @@ def get(name: str) -> Backend:
         return _registered[name]
     entry_point = _entry_points().get(name)
     if entry_point is None:
-        raise ValueError(f"backend must be one of {', '.join(['auto', *names()])}; got {name!r}")
+        accepted = names() if name == "auto" else ["auto", *names()]
+        raise ValueError(f"backend must be one of {', '.join(accepted)}; got {name!r}")
     try:
         backend = entry_point.load()
+        if not isinstance(backend, Backend):
+            raise TypeError(f"{backend!r} is no Backend")
     except Exception as error:  # a third party's broken import must not break the others
         reason = f"loading {entry_point.value} failed: {type(error).__name__}: {error}"
         if name in EXTRAS:
             reason += f" (pip install 'flash-rosetta[{name}]')"
         raise Unsupported(name, [reason]) from error
-    if not isinstance(backend, Backend):
-        raise TypeError(
-            f"entry point {entry_point.value} of backend {name!r} is no Backend: {backend!r}"
-        )
     return backend
 
 

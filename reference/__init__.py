@@ -1,15 +1,18 @@
 """Attention in plain PyTorch: the oracle, and FlashAttention tile by tile.
 
 `backend` runs `tiled`, so that the text which the kernels translate is itself under test. It takes
-every problem of the contract, fp64 and any head_dim_v included, on any device.
+every problem of the contract, fp64 and any head_dim_v included, on any device, but for a scale that
+its scores cannot hold.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from flash_rosetta.problem import Problem
 from flash_rosetta.reference import tiled
+from flash_rosetta.reference.precision import accumulate_dtype
 
 
 class ReferenceBackend:
@@ -18,6 +21,9 @@ class ReferenceBackend:
     name = "reference"
 
     def why_not(self, problem: Problem) -> list[str]:
+        wide = accumulate_dtype(problem.dtype)
+        if abs(problem.scale) > torch.finfo(wide).max:
+            return [f"scale {problem.scale} does not fit {wide}"]
         return []
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from flash_rosetta.triton_impl.launch import bind_context
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
+MAX_SEQLEN = 2**31 - 1024  # rows are counted in 32 bits, a tile past the last one included
 MAX_SCALE = torch.finfo(torch.float32).max / math.log2(math.e)
 
 
@@ -83,6 +84,10 @@ def refusals(problem: Problem) -> list[str]:
         reasons.append(f"head_dim {problem.head_dim} is above {MAX_HEAD_DIM}")
     if problem.head_dim_v != problem.head_dim:
         reasons.append(f"head_dim_v {problem.head_dim_v} differs from head_dim {problem.head_dim}")
+    if max(problem.seqlen_q, problem.seqlen_k) > MAX_SEQLEN:
+        reasons.append(
+            f"a seqlen of {max(problem.seqlen_q, problem.seqlen_k)} is above {MAX_SEQLEN}"
+        )
     if abs(problem.scale) > MAX_SCALE:
         reasons.append(f"scale {problem.scale} times log2(e) does not fit fp32")
     return reasons

@@ -64,10 +64,10 @@ def plan_backward(
     stats = torch.empty((2, *q.shape[:2], padded_rows), dtype=torch.float32, device=q.device)
     lse2, delta = stats
 
-    tiles = tiles_for(problem)
     width = padded_head_dim(problem.head_dim)
     key = launch_key(problem, q, k, v, do, o, lse, dlse)
     tma = can_use_tma(problem, *key.layouts[:4])
+    tiles = tiles_for(problem)
     sizes = (
         problem.seqlen_q,
         problem.seqlen_k,

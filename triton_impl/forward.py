@@ -62,9 +62,12 @@ def _forward_constants(key: LaunchKey) -> tuple[int, tuple, dict]:
     """What launches with equal keys have in common: programs, scalar arguments, options."""
     problem = key.problem
     tile = tiles_for(problem).forward
+    factor = abs(problem.scale) * math.log2(math.e)
+    if factor < torch.finfo(torch.float32).tiny:
+        factor = 0.0
     grid = triton.cdiv(problem.seqlen_q, tile.tile_q) * problem.num_heads * problem.batch
     scalars = (
-        abs(problem.scale) * math.log2(math.e) or 1.0,
+        factor or 1.0,
         problem.num_heads,
         problem.group_size,
         problem.seqlen_q,
@@ -78,7 +81,7 @@ def _forward_constants(key: LaunchKey) -> tuple[int, tuple, dict]:
         "TILE_K": tile.tile_k,
         "IS_CAUSAL": problem.is_causal,
         "EVEN_K": problem.seqlen_k % tile.tile_k == 0,
-        "SIGN": (problem.scale > 0) - (problem.scale < 0),
+        "SIGN": 0 if factor == 0.0 else int(math.copysign(1, problem.scale)),
         "TMA": can_use_tma(problem, *key.layouts),
         "PRECISION": dot_precision(problem),
         "Q_IN_REGISTERS": tile.q_in_registers,
