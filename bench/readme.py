@@ -58,6 +58,8 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{path.with_suffix('.png')} is missing; run make readme", file=sys.stderr)
         if new != text:
             print("README.md is out of date; run make readme", file=sys.stderr)
+        if not missing and new == text:
+            print("README.md is up to date")
         return int(bool(missing) or new != text)
     from flash_rosetta.bench.plot import plot_card
 

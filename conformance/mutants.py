@@ -424,18 +424,15 @@ class _Outcomes:
 
 
 def kill_table(kills: Collection[Kill]) -> str:
-    """The kills as text, a line each."""
-    width = max(len(kill.mutant.name) for kill in kills)
-    test_width = max(len(str(kill.mutant.caught_by)) for kill in kills)
-    lines = []
+    """The kills as text: the fault and the defect it stands for, then the test that catches it."""
+    lines = ["planted fault: the published defect that it stands for"]
+    lines += ["    verdict, cases that fail of cases that run: the test that must catch it"]
     for kill in kills:
-        verdict = f"killed {kill.failures} of {kill.runs}" if kill.is_clean else "SURVIVES"
+        verdict = f"killed, {kill.failures} of {kill.runs}" if kill.is_clean else "SURVIVES"
         if kill.failures_unbroken:
             verdict = f"NO PROOF: the unbroken reference fails {kill.failures_unbroken} as well"
-        lines.append(
-            f"{kill.mutant.name:<{width}}  {kill.mutant.caught_by!s:<{test_width}}  "
-            f"{verdict:<16}  {kill.mutant.stands_for}"
-        )
+        lines += [f"{kill.mutant.name}: {kill.mutant.stands_for}"]
+        lines += [f"    {verdict}: {kill.mutant.caught_by}"]
     return "\n".join(lines)
 
 

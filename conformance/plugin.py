@@ -217,7 +217,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     is_partial = suite.is_quick or suite.problem is not None
     for name in suite.backends:
         _expect_failures(name, [i for i in items if _backend_of(i) == name], is_partial)
-    left_out = [item for item in items if _is_ours(item.path) and _is_left_out(suite, item)]
+    left_out = [item for item in items if _is_left_out(suite, item)]
     config.hook.pytest_deselected(items=left_out)
     dropped = set(left_out)
     items[:] = [item for item in items if item not in dropped]
@@ -232,9 +232,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _is_left_out(suite: Suite, item: pytest.Item) -> bool:
     if "compilable" in getattr(item, "fixturenames", ()) and _backend_of(item) is None:
-        return True  # no backend compiles without a card, and pytest would report a skip for it
+        return _is_ours(
+            item.path
+        )  # no backend compiles without a card, and pytest would report a skip for it
     if suite.problem is not None:
         return "case" not in getattr(item, "fixturenames", ())
+    if not _is_ours(item.path):
+        return False
     return suite.is_quick and item.get_closest_marker("thorough") is not None
 
 
