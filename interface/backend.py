@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -96,5 +96,5 @@ class Unsupported(NotImplementedError):
         subject = f"cannot run {problem.id} on {problem.target}" if problem else "cannot be loaded"
         super().__init__(f"backend {backend!r} {subject}: {'; '.join(self.reasons)}")
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.backend, self.reasons, self.problem)

@@ -79,7 +79,9 @@ class Problem:
     def _hash(self) -> int:  # one call looks several caches up by its problem
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
-    def __getstate__(self) -> dict:  # the hash of a str differs from process to process
+    def __getstate__(
+        self,
+    ) -> dict[str, object]:  # the hash of a str differs from process to process
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __post_init__(self) -> None:
