@@ -38,7 +38,7 @@ from torch import Tensor
 from flash_rosetta.problem import Problem
 from flash_rosetta.triton_impl.forward import SIZES, key_ranges, query_tile_of_program, visible
 from flash_rosetta.triton_impl.launch import Launch, dot_precision, launch_key
-from flash_rosetta.triton_impl.tiles import padded_head_dim, tiles_for
+from flash_rosetta.triton_impl.tiles import Tile, padded_head_dim, tiles_for
 from flash_rosetta.triton_impl.tiling import can_use_tma, load_tile, operand, store_tile
 
 STATS_TILE = 128
@@ -68,19 +68,39 @@ def plan_backward(
     key = launch_key(problem, q, k, v, do, o, lse, dlse)
     tma = can_use_tma(problem, *key.layouts[:4])
     tiles = tiles_for(problem)
+
+    def read_by_both_passes(tile: Tile) -> tuple:
+        return (
+            operand(q, tile.tile_q, width, tma),
+            operand(k, tile.tile_k, width, tma),
+            operand(v, tile.tile_k, width, tma),
+            operand(do, tile.tile_q, width, tma),
+        )
+
+    scales = problem.scale, problem.scale * math.log2(math.e)
     sizes = (
+        problem.group_size,
         problem.seqlen_q,
         problem.seqlen_k,
         problem.head_dim,
         problem.causal_offset,
         padded_rows,
     )
-    common = {
-        "HEAD_DIM": width,
-        "IS_CAUSAL": problem.is_causal,
-        "TMA": tma,
-        "PRECISION": dot_precision(problem),
-    }
+
+    def options_of(tile: Tile, **others: bool) -> dict:
+        return {
+            "HEAD_DIM": width,
+            "TILE_Q": tile.tile_q,
+            "TILE_K": tile.tile_k,
+            "IS_CAUSAL": problem.is_causal,
+            "TMA": tma,
+            "PRECISION": dot_precision(problem),
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+            **others,
+        }
+
+    lse_or_dlse = lse if dlse is None else dlse
     preprocess = Launch(
         preprocess_kernel,
         grid=padded_rows // PREPROCESS_ROWS * problem.num_heads * problem.batch,
@@ -88,8 +108,8 @@ def plan_backward(
             operand(o, PREPROCESS_ROWS, width, False),
             operand(do, PREPROCESS_ROWS, width, False),
             lse,
-            lse if dlse is None else dlse,
-            *(lse if dlse is None else dlse).stride(),
+            lse_or_dlse,
+            *lse_or_dlse.stride(),
             lse2,
             delta,
             problem.num_heads,
@@ -106,63 +126,39 @@ def plan_backward(
         key=key,
     )
     tile = tiles.dkdv
-    dkdv = Launch(
+    dkdv_pass = Launch(
         dkdv_kernel,
         grid=triton.cdiv(problem.seqlen_k, tile.tile_k) * problem.num_kv_heads * problem.batch,
         args=(
-            operand(q, tile.tile_q, width, tma),
-            operand(k, tile.tile_k, width, tma),
-            operand(v, tile.tile_k, width, tma),
-            operand(do, tile.tile_q, width, tma),
+            *read_by_both_passes(tile),
             operand(dk, tile.tile_k, width, tma),
             operand(dv, tile.tile_k, width, tma),
             lse2,
             delta,
-            problem.scale,
-            problem.scale * math.log2(math.e),
+            *scales,
             problem.num_kv_heads,
-            problem.group_size,
             *sizes,
         ),
-        options=common
-        | {
-            "TILE_Q": tile.tile_q,
-            "TILE_K": tile.tile_k,
-            "MASK_EVERY_TILE": tile.mask_every_tile,
-            "num_warps": tile.num_warps,
-            "num_stages": tile.num_stages,
-        },
+        options=options_of(tile, MASK_EVERY_TILE=tile.mask_every_tile),
         key=key,
     )
     tile = tiles.dq
-    dq_launch = Launch(
+    dq_pass = Launch(
         dq_kernel,
         grid=triton.cdiv(problem.seqlen_q, tile.tile_q) * problem.num_heads * problem.batch,
         args=(
-            operand(q, tile.tile_q, width, tma),
-            operand(k, tile.tile_k, width, tma),
-            operand(v, tile.tile_k, width, tma),
-            operand(do, tile.tile_q, width, tma),
+            *read_by_both_passes(tile),
             operand(dq, tile.tile_q, width, tma),
             lse2,
             delta,
-            problem.scale,
-            problem.scale * math.log2(math.e),
+            *scales,
             problem.num_heads,
-            problem.group_size,
             *sizes,
         ),
-        options=common
-        | {
-            "TILE_Q": tile.tile_q,
-            "TILE_K": tile.tile_k,
-            "EVEN_K": problem.seqlen_k % tile.tile_k == 0,
-            "num_warps": tile.num_warps,
-            "num_stages": tile.num_stages,
-        },
+        options=options_of(tile, EVEN_K=problem.seqlen_k % tile.tile_k == 0),
         key=key,
     )
-    return [preprocess, dkdv, dq_launch], dq, dk, dv
+    return [preprocess, dkdv_pass, dq_pass], dq, dk, dv
 
 
 @triton.jit(do_not_specialize=SIZES)

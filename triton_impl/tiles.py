@@ -105,6 +105,12 @@ AMPERE = {
     ),
 }
 
+SMALLEST = Tiles(
+    forward=Tile(16, 16, 8, 1),
+    dkdv=Tile(16, 16, 8, 1),
+    dq=Tile(16, 16, 8, 1),
+)
+
 # fp32 operands are twice as wide, and 3xTF32 holds each of them twice. Chosen to compile quickly
 # and to spill little; not tuned.
 TF32 = {
@@ -118,11 +124,7 @@ TF32 = {
         dkdv=Tile(16, 16, 8, 1),
         dq=Tile(16, 16, 8, 1),
     ),
-    256: Tiles(
-        forward=Tile(16, 16, 8, 1),
-        dkdv=Tile(16, 16, 8, 1),
-        dq=Tile(16, 16, 8, 1),
-    ),
+    256: SMALLEST,
 }
 
 FP32 = {
@@ -131,16 +133,8 @@ FP32 = {
         dkdv=Tile(32, 16, 4, 1),
         dq=Tile(16, 32, 4, 1),
     ),
-    128: Tiles(
-        forward=Tile(16, 16, 8, 1),
-        dkdv=Tile(16, 16, 8, 1),
-        dq=Tile(16, 16, 8, 1),
-    ),
-    256: Tiles(
-        forward=Tile(16, 16, 8, 1),
-        dkdv=Tile(16, 16, 8, 1),
-        dq=Tile(16, 16, 8, 1),
-    ),
+    128: SMALLEST,
+    256: SMALLEST,
 }
 
 
