@@ -13,7 +13,6 @@ from flash_rosetta.triton_impl.backward import plan_backward
 from flash_rosetta.triton_impl.compile_only import compile_only
 from flash_rosetta.triton_impl.forward import plan_forward
 from flash_rosetta.triton_impl.interpreter import INTERPRETED, faults
-from flash_rosetta.triton_impl.launch import bind_context
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
@@ -34,8 +33,6 @@ class TritonBackend:
         return refusals(problem)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-        if q.is_cuda:
-            bind_context(q.device)
         launch, o, lse = plan_forward(q, k, v, problem)
         launch.run()
         return o, lse
@@ -51,8 +48,6 @@ class TritonBackend:
         lse: Tensor,
         problem: Problem,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if q.is_cuda:
-            bind_context(q.device)
         launches, dq, dk, dv = plan_backward(do, dlse, q, k, v, o, lse, problem)
         for launch in launches:
             launch.run()

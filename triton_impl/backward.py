@@ -36,7 +36,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_rosetta.problem import Problem
-from flash_rosetta.triton_impl.forward import SIZES, key_ranges, query_tile_of_program, visible
+from flash_rosetta.triton_impl.forward import SIZES, key_ranges, tile_of_program, visible
 from flash_rosetta.triton_impl.launch import Launch, dot_precision, launch_key
 from flash_rosetta.triton_impl.tiles import Tile, padded_head_dim, tiles_for
 from flash_rosetta.triton_impl.tiling import can_use_tma, load_tile, operand, store_tile
@@ -306,7 +306,7 @@ def dq_kernel(
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    batch, head, q_start = query_tile_of_program(num_heads, seqlen_q, TILE_Q, IS_CAUSAL)
+    batch, head, q_start = tile_of_program(num_heads, seqlen_q, TILE_Q, IS_CAUSAL)
     kv_head = head // group_size
     full, end = key_ranges(q_start, seqlen_k, causal_offset, TILE_Q, IS_CAUSAL)
 

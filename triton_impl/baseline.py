@@ -32,8 +32,8 @@ from torch import Tensor
 
 from flash_rosetta.problem import Problem
 from flash_rosetta.triton_impl.backend import refusals
-from flash_rosetta.triton_impl.forward import SIZES, visible
-from flash_rosetta.triton_impl.launch import Launch, bind_context, dot_precision, launch_key
+from flash_rosetta.triton_impl.forward import SIZES, tile_of_program, visible
+from flash_rosetta.triton_impl.launch import Launch, dot_precision, launch_key
 from flash_rosetta.triton_impl.tiles import padded_head_dim
 from flash_rosetta.triton_impl.tiling import load_tile, operand, store_tile
 
@@ -55,8 +55,6 @@ class BaselineBackend:
         return reasons
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-        if q.is_cuda:
-            bind_context(q.device)
         launch, o, lse = plan_forward(q, k, v, problem)
         launch.run()
         return o, lse
@@ -126,11 +124,7 @@ def baseline_kernel(
     IS_CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    num_tiles = tl.cdiv(seqlen_q, TILE)
-    q_start = tl.program_id(0) % num_tiles * TILE
-    batch_head = tl.program_id(0) // num_tiles
-    batch = batch_head // num_heads
-    head = batch_head % num_heads
+    batch, head, q_start = tile_of_program(num_heads, seqlen_q, TILE, False)
     kv_head = head // group_size
 
     q_tile = load_tile(q, batch, head, q_start, seqlen_q, head_dim, TILE, HEAD_DIM, False)
@@ -153,7 +147,7 @@ def baseline_kernel(
         m = m_new
 
     rows = q_start + tl.arange(0, TILE)
-    lse_head = lse + tl.cast(batch_head, tl.int64) * seqlen_q
+    lse_head = lse + (tl.cast(batch, tl.int64) * num_heads + head) * seqlen_q
     tl.store(lse_head + rows, m + tl.log(l), mask=rows < seqlen_q)
     if IS_CAUSAL:
         l = tl.where(rows + causal_offset < 0, 1.0, l)

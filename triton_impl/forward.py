@@ -123,7 +123,7 @@ def forward_kernel(
     PRECISION: tl.constexpr,
     Q_IN_REGISTERS: tl.constexpr,
 ):
-    batch, head, q_start = query_tile_of_program(num_heads, seqlen_q, TILE_Q, IS_CAUSAL)
+    batch, head, q_start = tile_of_program(num_heads, seqlen_q, TILE_Q, IS_CAUSAL)
     kv_head = head // group_size
     q_tile = load_tile(q, batch, head, q_start, seqlen_q, head_dim, TILE_Q, HEAD_DIM, TMA)
     if Q_IN_REGISTERS:
@@ -205,18 +205,18 @@ def online_softmax(
 
 
 @triton.jit
-def query_tile_of_program(num_heads, seqlen_q, TILE_Q: tl.constexpr, IS_CAUSAL: tl.constexpr):
-    """The batch, head and first row of the query tile that this program owns.
+def tile_of_program(num_heads, seqlen, TILE: tl.constexpr, LAST_FIRST: tl.constexpr):
+    """The batch, head and first row of the tile that this program owns.
 
     Programs of one head are neighbours, so that its keys and values stay in L2. In a causal problem
     the last query tile sees the most keys: it starts first, and the short ones fill the gaps.
     """
-    num_tiles = tl.cdiv(seqlen_q, TILE_Q)
+    num_tiles = tl.cdiv(seqlen, TILE)
     tile = tl.program_id(0) % num_tiles
-    if IS_CAUSAL:
+    if LAST_FIRST:
         tile = num_tiles - 1 - tile
     batch_head = tl.program_id(0) // num_tiles
-    return batch_head // num_heads, batch_head % num_heads, tile * TILE_Q
+    return batch_head // num_heads, batch_head % num_heads, tile * TILE
 
 
 @triton.jit

@@ -31,6 +31,8 @@ class Launch:
 
     def run(self) -> None:
         """Enqueue on the current stream of the current device."""
+        if self.key.device is not None:
+            _bind_context(self.key.device)
         known = _compiled.get((self.kernel, self.key))
         if known is not None:
             # Triton's own launch path would look at every argument again to choose the code.
@@ -63,7 +65,7 @@ class LaunchKey(NamedTuple):
     """All that Triton's choice of compiled code can depend on; exact, so that equal means equal."""
 
     problem: Problem
-    device: int | None
+    device: int | None  # the index of a CUDA device
     layouts: tuple[Layout | None, ...]
 
 
@@ -75,7 +77,7 @@ def launch_key(problem: Problem, *tensors: Tensor | None) -> LaunchKey:
     return LaunchKey(problem, tensors[0].device.index, layouts)
 
 
-def bind_context(device: torch.device) -> None:
+def _bind_context(device: int) -> None:
     """Make CUDA's context current in this thread.
 
     PyTorch leaves that to its first call of CUDA, which may come after ours: Triton describes
