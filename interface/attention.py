@@ -57,17 +57,10 @@ def attention(
 
     Differentiable once, in reverse: second derivatives and forward-mode tangents raise.
     """
-    q, k, v = _autocast(q, k, v)
-    _check_tensors(q, k, v)
-    scale = _check_options(q, is_causal, causal_alignment, scale, return_lse)
+    folded = isinstance(q, Tensor) and q.dim() == 3
+    q, k, v, scale, needs_backward = _read(q, k, v, is_causal, causal_alignment, scale, return_lse)
     name = _backend_name(backend)
     ops.refuse_forward_mode(q, k, v)
-    folded = q.dim() == 3
-    if folded:
-        q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
-    needs_backward = torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad
-    )
     forward = ops.forward if needs_backward or ops.needs_dispatcher(q, k, v) else ops.run_forward
     o, lse = forward(q, k, v, is_causal, causal_alignment, scale, needs_backward, name)
     if folded:
@@ -115,14 +108,7 @@ def explain(
     it is named. Raises TypeError and ValueError as `attention` does; a problem that nothing can
     run is no error here: `chosen` is None.
     """
-    q, k, v = _autocast(q, k, v)
-    _check_tensors(q, k, v)
-    scale = _check_options(q, is_causal, causal_alignment, scale, return_lse)
-    if q.dim() == 3:
-        q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
-    needs_backward = torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad
-    )
+    q, k, v, scale, needs_backward = _read(q, k, v, is_causal, causal_alignment, scale, return_lse)
     problem = ops.problem_of(q, k, v, is_causal, causal_alignment, scale, needs_backward)
     name = _backend_name(backend)
     if name != "auto":
@@ -133,6 +119,30 @@ def explain(
     candidates = tried if name == "auto" else [name]
     chosen = next((candidate for candidate in candidates if not reasons[candidate]), None)
     return Explanation(problem, chosen, reasons)
+
+
+def _read(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    causal_alignment: str,
+    scale: float | None,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor, Tensor, float, bool]:
+    """q, k, v cast for autocast and 4-D, the scale, and whether gradients are wanted.
+
+    Raises for arguments outside the contract.
+    """
+    q, k, v = _autocast(q, k, v)
+    _check_tensors(q, k, v)
+    scale = _check_options(q, is_causal, causal_alignment, scale, return_lse)
+    if q.dim() == 3:
+        q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
+    needs_backward = torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad
+    )
+    return q, k, v, scale, needs_backward
 
 
 def _backend_name(backend: str | None) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flash_rosetta import registry
-from flash_rosetta.problem import CausalAlignment, Problem, target_of
+from flash_rosetta.problem import CausalAlignment, Problem, accumulate_dtype, target_of
 
 
 def problem_of(
@@ -85,10 +85,6 @@ def _problem(
     )
 
 
-def _lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def is_autocast_enabled(device: torch.device) -> bool:
     """Whether autocast is on for `device`; some kinds ("meta") know no autocast."""
     kind = device.type
@@ -133,7 +129,7 @@ def run_forward(
     chosen = registry.resolve(backend, problem)
     if problem.is_empty:
         o = q.new_zeros(*q.shape[:3], v.shape[3])
-        return o, q.new_full(q.shape[:3], -torch.inf, dtype=_lse_dtype(q.dtype))
+        return o, q.new_full(q.shape[:3], -torch.inf, dtype=accumulate_dtype(q.dtype))
     with _on_device_of(q), _without_autocast(q):
         return chosen.forward(q, k, v, problem)
 
@@ -162,7 +158,7 @@ def needs_dispatcher(*tensors: Tensor) -> bool:
 @forward.register_fake
 def _(q, k, v, is_causal, causal_alignment, scale, needs_backward, backend):
     o = q.new_empty(*q.shape[:3], v.shape[3])
-    return o, q.new_empty(q.shape[:3], dtype=_lse_dtype(q.dtype))
+    return o, q.new_empty(q.shape[:3], dtype=accumulate_dtype(q.dtype))
 
 
 @torch.library.custom_op("flash_rosetta::backward", mutates_args=())

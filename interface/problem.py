@@ -23,6 +23,11 @@ DTYPE_NAMES = {
 _ALIGNMENT_NAMES = {"top_left": "causal-tl", "bottom_right": "causal-br"}
 
 
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of lse, scores, statistics and sums: fp64 for fp64 operands, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 class Inputs(NamedTuple):
     """Seeded tensors for one problem: the forward's `q k v`, the backward's `do dlse`."""
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_rosetta.problem import Problem
+from flash_rosetta.problem import Problem, accumulate_dtype
 from flash_rosetta.reference import tiled
-from flash_rosetta.reference.precision import accumulate_dtype
 
 
 class ReferenceBackend:

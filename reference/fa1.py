@@ -12,9 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_rosetta.problem import Problem
+from flash_rosetta.problem import Problem, accumulate_dtype
 from flash_rosetta.reference.hbm import Hbm, Traffic
-from flash_rosetta.reference.precision import accumulate_dtype
 from flash_rosetta.reference.tiled import gemm, query_start, visible
 
 

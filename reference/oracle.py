@@ -35,8 +35,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from flash_rosetta.problem import Problem
-from flash_rosetta.reference.precision import accumulate_dtype, matmul_precision
+from flash_rosetta.problem import Problem, accumulate_dtype
+from flash_rosetta.reference.precision import matmul_precision
 
 CHUNK_ELEMENTS = 2**24
 """Scores held at a time, over all heads: 128 MiB in fp64, and a handful of such matrices live."""

@@ -13,11 +13,6 @@ LIBRARIES = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
 """Set one by one: `set_float32_matmul_precision` fails after a user has done so."""
 
 
-def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of scores, statistics and sums: fp64 for fp64 operands, fp32 for all others."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 @contextmanager
 def matmul_precision(problem: Problem) -> Iterator[None]:
     """Within it, fp32 products are exact fp32, or TF32 where `problem` is fp32 and allows it.

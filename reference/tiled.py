@@ -40,9 +40,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flash_rosetta.problem import Problem
+from flash_rosetta.problem import Problem, accumulate_dtype
 from flash_rosetta.reference.hbm import Hbm, Traffic
-from flash_rosetta.reference.precision import accumulate_dtype, matmul_precision
+from flash_rosetta.reference.precision import matmul_precision
 
 Observer = Callable[..., None]
 """Called as observe(step, **values) with the loop variables and tiles of a step."""
