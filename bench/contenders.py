@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -51,6 +50,10 @@ class Contender(Protocol):
         """
         ...
 
+    def chosen(self) -> AbstractContextManager[object]:
+        """Within it, `call` reaches this contender."""
+        ...
+
     def call(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention through the function that users call, for its host time."""
         ...
@@ -87,6 +90,9 @@ class BackendContender:
         o, lse = backend.forward(q, k, v, problem)
         return lambda: backend.backward(do, None, q, k, v, o, lse, problem)
 
+    def chosen(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
     def call(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         o = attention(q, k, v, backend=self.name)
         if isinstance(o, tuple):
@@ -100,7 +106,6 @@ class SdpaContender:
     def __init__(self, name: str, kernel: SDPBackend | None = None):
         self.name = name
         self.kernel = kernel
-        self._forced = partial(sdpa_kernel, kernel) if kernel is not None else nullcontext
 
     def why_not(self, problem: Problem) -> list[str]:
         reasons = []
@@ -129,7 +134,7 @@ class SdpaContender:
         }
 
         def forward() -> Outputs:
-            with self._forced():
+            with self.chosen():
                 return (F.scaled_dot_product_attention(q, k, v, **options),)
 
         if direction == "forward":
@@ -137,9 +142,11 @@ class SdpaContender:
         (o,) = forward()
         return lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
 
+    def chosen(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.kernel is None else sdpa_kernel(self.kernel)
+
     def call(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with self._forced():
-            return F.scaled_dot_product_attention(q, k, v)
+        return F.scaled_dot_product_attention(q, k, v)
 
     def _refusals(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> list[str]:
         """What PyTorch itself says against the forced kernel and these tensors."""
@@ -152,7 +159,7 @@ class SdpaContender:
             return []
         gqa = problem.num_kv_heads != problem.num_heads
         params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, problem.is_causal, gqa)
-        with warnings.catch_warnings(record=True) as caught, self._forced():
+        with warnings.catch_warnings(record=True) as caught, self.chosen():
             warnings.simplefilter("always")
             if checks[self.kernel](params, debug=True):
                 return []

@@ -131,6 +131,34 @@ def test_compiles_with_a_scale_that_changes(backend: str, lane: Lane, device: to
     torch._dynamo.reset()
 
 
+@pytest.mark.limit(COMPILE_LIMIT_S)
+def test_compiles_under_autocast(backend: str, lane: Lane, device: torch.device):
+    """Autocast around the compiled function, and inside it."""
+    problem = lane.problem(num_heads=1, dtype=torch.float32)
+    q, k, v, *_ = problem.inputs(device)
+
+    def cast(q: Tensor) -> Tensor:
+        with torch.autocast(device.type, lane.dtype):
+            return checks.attention(backend, q, k, v)
+
+    want = cast(q)  # or skip
+    assert want.dtype == lane.dtype
+
+    def inside(q: Tensor) -> Tensor:
+        with torch.autocast(device.type, lane.dtype):
+            return flash_rosetta.attention(q, k, v, backend=backend)
+
+    assert torch.equal(torch.compile(inside, fullgraph=True, backend="aot_eager")(q), want)
+    around = torch.compile(
+        lambda q: flash_rosetta.attention(q, k, v, backend=backend),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    with torch.autocast(device.type, lane.dtype):
+        assert torch.equal(around(q), want)
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_autocast_casts_as_sdpa_does(
     backend: str, lane: Lane, device: torch.device, dtype: torch.dtype

@@ -171,13 +171,34 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     )
 
 
+_accepted: set[tuple[object, ...]] = set()
+"""Shapes, dtypes and devices that have passed `_check_facts`."""
+
+MAX_ACCEPTED = 4096
+
+
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise for tensors outside the contract."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
         if tensor.layout != torch.strided or tensor.is_nested:
             kind = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
             raise TypeError(f"{name} must be a strided tensor, got {kind}")
+    if torch.compiler.is_compiling():  # checks once, and would trace the look into the set as well
+        _check_facts(q, k, v)
+        return
+    facts = tuple([(t.shape, t.dtype, t.device) for t in (q, k, v)])
+    if facts not in _accepted:
+        _check_facts(q, k, v)
+        if len(_accepted) >= MAX_ACCEPTED:
+            _accepted.clear()
+        _accepted.add(facts)
+
+
+def _check_facts(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """What shapes, dtypes and devices alone decide."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dtype not in DTYPE_NAMES:
             accepted = ", ".join(map(str, DTYPE_NAMES))
             raise TypeError(f"{name} must have a dtype among {accepted}, got {tensor.dtype}")

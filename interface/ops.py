@@ -7,7 +7,7 @@ Tensors are 4-D here; `flash_rosetta.attention` checks arguments and adds what i
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import lru_cache
 from typing import cast
 
@@ -86,9 +86,12 @@ def _problem(
 
 
 def is_autocast_enabled(device: torch.device) -> bool:
-    """Whether autocast is on for `device`; some kinds ("meta") know no autocast."""
-    kind = device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    """Whether autocast is on for `device`; "meta" knows no autocast."""
+    return (
+        torch._C._is_any_autocast_enabled()  # the common case, told without a look at the device
+        and device.type != "meta"
+        and torch.is_autocast_enabled(device.type)
+    )
 
 
 def refuse_forward_mode(*tensors: Tensor) -> None:
@@ -102,17 +105,22 @@ def refuse_forward_mode(*tensors: Tensor) -> None:
         )
 
 
-def _without_autocast(q: Tensor) -> AbstractContextManager[None]:
-    """Keep autocast away from a backend's own PyTorch calls."""
-    if is_autocast_enabled(q.device):
-        return torch.autocast(q.device.type, enabled=False)
-    return nullcontext()
+_AS_IT_IS = nullcontext()
 
 
-def _on_device_of(q: Tensor) -> AbstractContextManager[None]:
-    if q.device.type == "cuda" and q.device.index != torch.cuda.current_device():
-        return torch.cuda.device(q.device)
-    return nullcontext()
+def _prepared(q: Tensor) -> AbstractContextManager[object]:
+    """q's device as the current one, and autocast kept away from a backend's PyTorch calls."""
+    device = q.device
+    autocast = is_autocast_enabled(device)
+    elsewhere = q.is_cuda and device.index != torch.cuda.current_device()
+    if not autocast and not elsewhere:
+        return _AS_IT_IS
+    stack = ExitStack()
+    if elsewhere:
+        stack.enter_context(torch.cuda.device(device))
+    if autocast:
+        stack.enter_context(torch.autocast(device.type, enabled=False))
+    return stack
 
 
 def run_forward(
@@ -130,7 +138,7 @@ def run_forward(
     if problem.is_empty:
         o = q.new_zeros(*q.shape[:3], v.shape[3])
         return o, q.new_full(q.shape[:3], -torch.inf, dtype=accumulate_dtype(q.dtype))
-    with _on_device_of(q), _without_autocast(q):
+    with _prepared(q):
         return chosen.forward(q, k, v, problem)
 
 
@@ -144,15 +152,17 @@ def needs_dispatcher(*tensors: Tensor) -> bool:
     tensor that is not yet negated must. Where none is, calling `run_forward` gives the same and
     spares the host half of a small problem's time.
     """
-    return (
+    if (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
-        or any(
-            type(t) not in (Tensor, torch.nn.Parameter) or t.is_neg() or t.is_meta for t in tensors
-        )
-    )
+    ):
+        return True
+    for t in tensors:
+        if type(t) not in (Tensor, torch.nn.Parameter) or t.is_neg() or t.is_meta:
+            return True
+    return False
 
 
 @forward.register_fake
@@ -179,7 +189,7 @@ def backward(
     chosen = registry.resolve(backend, problem)
     if problem.is_empty:
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    with _on_device_of(q), _without_autocast(q):
+    with _prepared(q):
         do = _zero_where_no_key_is_seen(do, problem)
         return chosen.backward(do, dlse, q, k, v, o, lse, problem)
 

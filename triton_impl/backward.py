@@ -29,6 +29,7 @@ What lives where
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 import triton
@@ -37,9 +38,16 @@ from torch import Tensor
 
 from flash_rosetta.problem import Problem
 from flash_rosetta.triton_impl.forward import SIZES, key_ranges, tile_of_program, visible
-from flash_rosetta.triton_impl.launch import Launch, dot_precision, launch_key
+from flash_rosetta.triton_impl.launch import Launch, LaunchKey, Recipe, dot_precision, launch_key
 from flash_rosetta.triton_impl.tiles import Tile, padded_head_dim, tiles_for
-from flash_rosetta.triton_impl.tiling import can_use_tma, load_tile, operand, store_tile
+from flash_rosetta.triton_impl.tiling import (
+    can_use_tma,
+    contiguous,
+    load_tile,
+    operand,
+    pointer,
+    store_tile,
+)
 
 STATS_TILE = 128
 """Rows of delta and lse are padded to a multiple of this, which every tile_q divides."""
@@ -59,14 +67,32 @@ def plan_backward(
     problem: Problem,
 ) -> tuple[list[Launch], Tensor, Tensor, Tensor]:
     """The three launches that compute dq, dk and dv, and the tensors they will fill."""
-    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    padded_rows = triton.cdiv(problem.seqlen_q, STATS_TILE) * STATS_TILE
-    stats = torch.empty((2, *q.shape[:2], padded_rows), dtype=torch.float32, device=q.device)
-    lse2, delta = stats
+    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+    sizes = problem.batch, problem.num_heads, _padded_rows(problem)
+    lse2 = q.new_empty(sizes, dtype=torch.float32)
+    delta = q.new_empty(sizes, dtype=torch.float32)
+    preprocess, dkdv_pass, dq_pass = _recipes(launch_key(problem, q, k, v, do, o, lse, dlse))
+    launches = [
+        preprocess.launch(o, do, lse, lse if dlse is None else dlse, lse2, delta),
+        dkdv_pass.launch(q, k, v, do, dk, dv, lse2, delta),
+        dq_pass.launch(q, k, v, do, dq, lse2, delta),
+    ]
+    return launches, dq, dk, dv
 
+
+def _padded_rows(problem: Problem) -> int:
+    return triton.cdiv(problem.seqlen_q, STATS_TILE) * STATS_TILE
+
+
+@lru_cache(maxsize=4096)
+def _recipes(key: LaunchKey) -> tuple[Recipe, Recipe, Recipe]:
+    """Of preprocess, dk/dv and dq."""
+    problem = key.problem
+    q, k, v, do, o, lse, dlse = key.layouts
+    dq, dkv = contiguous(*q.shape), contiguous(*k.shape)
+    padded_rows = _padded_rows(problem)
     width = padded_head_dim(problem.head_dim)
-    key = launch_key(problem, q, k, v, do, o, lse, dlse)
-    tma = can_use_tma(problem, *key.layouts[:4])
+    tma = can_use_tma(problem, q, k, v, do)
     tiles = tiles_for(problem)
 
     def read_by_both_passes(tile: Tile) -> tuple:
@@ -100,65 +126,56 @@ def plan_backward(
             **others,
         }
 
-    lse_or_dlse = lse if dlse is None else dlse
-    preprocess = Launch(
+    preprocess = Recipe(
         preprocess_kernel,
+        key.device,
         grid=padded_rows // PREPROCESS_ROWS * problem.num_heads * problem.batch,
-        args=(
+        operands=(
             operand(o, PREPROCESS_ROWS, width, False),
             operand(do, PREPROCESS_ROWS, width, False),
-            lse,
-            lse_or_dlse,
-            *lse_or_dlse.stride(),
-            lse2,
-            delta,
-            problem.num_heads,
-            problem.seqlen_q,
-            problem.head_dim,
-            padded_rows,
+            pointer,
+            operand(dlse or lse, PREPROCESS_ROWS, 1, False),
+            pointer,
+            pointer,
         ),
+        scalars=(problem.num_heads, problem.seqlen_q, problem.head_dim, padded_rows),
         options={
             "HEAD_DIM": width,
             "ROWS": PREPROCESS_ROWS,
             "HAS_DLSE": dlse is not None,
             "num_warps": 4,
         },
-        key=key,
     )
     tile = tiles.dkdv
-    dkdv_pass = Launch(
+    dkdv_pass = Recipe(
         dkdv_kernel,
+        key.device,
         grid=triton.cdiv(problem.seqlen_k, tile.tile_k) * problem.num_kv_heads * problem.batch,
-        args=(
+        operands=(
             *read_by_both_passes(tile),
-            operand(dk, tile.tile_k, width, tma),
-            operand(dv, tile.tile_k, width, tma),
-            lse2,
-            delta,
-            *scales,
-            problem.num_kv_heads,
-            *sizes,
+            operand(dkv, tile.tile_k, width, tma),
+            operand(dkv, tile.tile_k, width, tma),
+            pointer,
+            pointer,
         ),
+        scalars=(*scales, problem.num_kv_heads, *sizes),
         options=options_of(tile, MASK_EVERY_TILE=tile.mask_every_tile),
-        key=key,
     )
     tile = tiles.dq
-    dq_pass = Launch(
+    dq_pass = Recipe(
         dq_kernel,
+        key.device,
         grid=triton.cdiv(problem.seqlen_q, tile.tile_q) * problem.num_heads * problem.batch,
-        args=(
+        operands=(
             *read_by_both_passes(tile),
             operand(dq, tile.tile_q, width, tma),
-            lse2,
-            delta,
-            *scales,
-            problem.num_heads,
-            *sizes,
+            pointer,
+            pointer,
         ),
+        scalars=(*scales, problem.num_heads, *sizes),
         options=options_of(tile, EVEN_K=problem.seqlen_k % tile.tile_k == 0),
-        key=key,
     )
-    return [preprocess, dkdv_pass, dq_pass], dq, dk, dv
+    return preprocess, dkdv_pass, dq_pass
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -167,9 +184,6 @@ def preprocess_kernel(
     do,
     lse,
     dlse,
-    dlse_stride_batch,
-    dlse_stride_head,
-    dlse_stride_row,
     lse2,
     delta,
     num_heads,
@@ -191,12 +205,8 @@ def preprocess_kernel(
     do_tile = load_tile(do, batch, head, tile * ROWS, seqlen_q, head_dim, ROWS, HEAD_DIM, False)
     delta_rows = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
     if HAS_DLSE:
-        dlse_base = (
-            dlse + batch.to(tl.int64) * dlse_stride_batch + head.to(tl.int64) * dlse_stride_head
-        )
-        delta_rows -= tl.load(
-            dlse_base + rows.to(tl.int64) * dlse_stride_row, mask=inside, other=0.0
-        )
+        base = dlse[0] + batch.to(tl.int64) * dlse[1] + head.to(tl.int64) * dlse[2]
+        delta_rows -= tl.load(base + rows.to(tl.int64) * dlse[3], mask=inside, other=0.0)
     lse_rows = tl.load(
         lse + batch_head.to(tl.int64) * seqlen_q + rows, mask=inside, other=float("-inf")
     )

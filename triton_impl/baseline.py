@@ -23,6 +23,7 @@ What lives where
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -33,9 +34,9 @@ from torch import Tensor
 from flash_rosetta.problem import Problem
 from flash_rosetta.triton_impl.backend import refusals
 from flash_rosetta.triton_impl.forward import SIZES, tile_of_program, visible
-from flash_rosetta.triton_impl.launch import Launch, dot_precision, launch_key
+from flash_rosetta.triton_impl.launch import Launch, LaunchKey, Recipe, dot_precision, launch_key
 from flash_rosetta.triton_impl.tiles import padded_head_dim
-from flash_rosetta.triton_impl.tiling import load_tile, operand, store_tile
+from flash_rosetta.triton_impl.tiling import contiguous, load_tile, operand, pointer, store_tile
 
 TILE = 16
 
@@ -77,15 +78,23 @@ def plan_forward(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem
 ) -> tuple[Launch, Tensor, Tensor]:
     """The launch that computes o and lse, and the tensors it will fill."""
-    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    o = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    return _recipe(launch_key(problem, q, k, v)).launch(q, k, v, o, lse), o, lse
+
+
+@lru_cache(maxsize=4096)
+def _recipe(key: LaunchKey) -> Recipe:
+    problem = key.problem
+    q, k, v = key.layouts
+    o = contiguous(*q.shape)
     width = padded_head_dim(problem.head_dim)
-    launch = Launch(
+    return Recipe(
         baseline_kernel,
+        key.device,
         grid=triton.cdiv(problem.seqlen_q, TILE) * problem.num_heads * problem.batch,
-        args=(
-            *(operand(t, TILE, width, tma=False) for t in (q, k, v, o)),
-            lse,
+        operands=(*(operand(t, TILE, width, tma=False) for t in (q, k, v, o)), pointer),
+        scalars=(
             problem.scale,
             problem.num_heads,
             problem.group_size,
@@ -100,9 +109,7 @@ def plan_forward(
             "IS_CAUSAL": problem.is_causal,
             "PRECISION": dot_precision(problem),
         },
-        key=launch_key(problem, q, k, v),
     )
-    return launch, o, lse
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -31,64 +31,73 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_rosetta.problem import Problem
-from flash_rosetta.triton_impl.launch import Launch, LaunchKey, dot_precision, launch_key
+from flash_rosetta.triton_impl.launch import Launch, LaunchKey, Recipe, dot_precision, launch_key
 from flash_rosetta.triton_impl.tiles import padded_head_dim, tiles_for
-from flash_rosetta.triton_impl.tiling import can_use_tma, load_tile, operand, store_tile
+from flash_rosetta.triton_impl.tiling import (
+    can_use_tma,
+    contiguous,
+    load_tile,
+    operand,
+    pointer,
+    store_tile,
+)
 
 
 def plan_forward(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem
 ) -> tuple[Launch, Tensor, Tensor]:
     """The launch that computes o and lse, and the tensors it will fill."""
-    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    key = launch_key(problem, q, k, v)
-    grid, scalars, options = _forward_constants(key)
-    rows_q, rows_k, width = options["TILE_Q"], options["TILE_K"], options["HEAD_DIM"]
-    tma = options["TMA"]
-    args = (
-        operand(q, rows_q, width, tma),
-        operand(k, rows_k, width, tma),
-        operand(v, rows_k, width, tma),
-        operand(o, rows_q, width, tma),
-        lse,
-        *scalars,
-    )
-    return Launch(forward_kernel, grid, args, options, key), o, lse
+    o = torch.empty_like(q, memory_format=torch.contiguous_format)
+    sizes = problem.batch, problem.num_heads, problem.seqlen_q
+    lse = q.new_empty(sizes, dtype=torch.float32)
+    return _recipe(launch_key(problem, q, k, v)).launch(q, k, v, o, lse), o, lse
 
 
 @lru_cache(maxsize=4096)  # a small problem's time is mostly what the host does before it runs
-def _forward_constants(key: LaunchKey) -> tuple[int, tuple, dict]:
-    """What launches with equal keys have in common: programs, scalar arguments, options."""
+def _recipe(key: LaunchKey) -> Recipe:
     problem = key.problem
+    q, k, v = key.layouts
+    o = contiguous(*q.shape)
     tile = tiles_for(problem).forward
+    width = padded_head_dim(problem.head_dim)
+    tma = can_use_tma(problem, q, k, v)
     factor = abs(problem.scale) * math.log2(math.e)
     if factor < torch.finfo(torch.float32).tiny:
         factor = 0.0
-    grid = triton.cdiv(problem.seqlen_q, tile.tile_q) * problem.num_heads * problem.batch
-    scalars = (
-        factor or 1.0,
-        problem.num_heads,
-        problem.group_size,
-        problem.seqlen_q,
-        problem.seqlen_k,
-        problem.head_dim,
-        problem.causal_offset,
+    return Recipe(
+        forward_kernel,
+        key.device,
+        grid=triton.cdiv(problem.seqlen_q, tile.tile_q) * problem.num_heads * problem.batch,
+        operands=(
+            operand(q, tile.tile_q, width, tma),
+            operand(k, tile.tile_k, width, tma),
+            operand(v, tile.tile_k, width, tma),
+            operand(o, tile.tile_q, width, tma),
+            pointer,
+        ),
+        scalars=(
+            factor or 1.0,
+            problem.num_heads,
+            problem.group_size,
+            problem.seqlen_q,
+            problem.seqlen_k,
+            problem.head_dim,
+            problem.causal_offset,
+        ),
+        options={
+            "HEAD_DIM": width,
+            "TILE_Q": tile.tile_q,
+            "TILE_K": tile.tile_k,
+            "IS_CAUSAL": problem.is_causal,
+            "EVEN_K": problem.seqlen_k % tile.tile_k == 0,
+            "SIGN": 0 if factor == 0.0 else int(math.copysign(1, problem.scale)),
+            "TMA": tma,
+            "PRECISION": dot_precision(problem),
+            "Q_IN_REGISTERS": tile.q_in_registers,
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+        },
     )
-    options = {
-        "HEAD_DIM": padded_head_dim(problem.head_dim),
-        "TILE_Q": tile.tile_q,
-        "TILE_K": tile.tile_k,
-        "IS_CAUSAL": problem.is_causal,
-        "EVEN_K": problem.seqlen_k % tile.tile_k == 0,
-        "SIGN": 0 if factor == 0.0 else int(math.copysign(1, problem.scale)),
-        "TMA": can_use_tma(problem, *key.layouts),
-        "PRECISION": dot_precision(problem),
-        "Q_IN_REGISTERS": tile.q_in_registers,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-    }
-    return grid, scalars, options
 
 
 HUGE = tl.constexpr(2.0**28)

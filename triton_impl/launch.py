@@ -1,9 +1,9 @@
-"""A kernel launch as data, so that one description can be run, or only compiled."""
+"""A kernel launch: what is the same from call to call, kept, and what each call adds to it."""
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,46 +11,7 @@ from torch import Tensor
 
 from flash_rosetta.problem import Problem
 
-MAX_COMPILED = 4096
-_compiled: dict[tuple, tuple[Any, tuple]] = {}
 _thread = threading.local()
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """One Triton kernel, its number of programs, its arguments and its compile-time options.
-
-    Launches of one kernel whose `key` is equal run the same compiled code: `launch_key` makes one.
-    """
-
-    kernel: Any
-    grid: int
-    args: tuple
-    options: dict[str, Any]
-    key: LaunchKey
-
-    def run(self) -> None:
-        """Enqueue on the current stream of the current device."""
-        if self.key.device is not None:
-            _bind_context(self.key.device)
-        known = _compiled.get((self.kernel, self.key))
-        if known is not None:
-            # Triton's own launch path would look at every argument again to choose the code.
-            compiled, constants = known
-            compiled[self.grid, 1, 1](*self.args, *constants)
-            return
-        compiled = self.kernel[(self.grid,)](*self.args, **self.options, enable_fp_fusion=True)
-        if compiled is not None:  # the interpreter compiles nothing
-            if len(_compiled) >= MAX_COMPILED:
-                _compiled.clear()
-            names = self.kernel.arg_names[len(self.args) :]
-            constants = tuple(self.options[name] for name in names)
-            _compiled[self.kernel, self.key] = compiled, constants
-
-    def compile(self) -> Any:
-        """Compile for the current target, without running; returns Triton's CompiledKernel."""
-        options = {**self.options, "enable_fp_fusion": True}
-        return self.kernel.warmup(*self.args, grid=(self.grid,), **options)
 
 
 class Layout(NamedTuple):
@@ -62,19 +23,82 @@ class Layout(NamedTuple):
 
 
 class LaunchKey(NamedTuple):
-    """All that Triton's choice of compiled code can depend on; exact, so that equal means equal."""
+    """All that a launch depends on but the tensors' addresses; exact, so that equal means equal."""
 
     problem: Problem
     device: int | None  # the index of a CUDA device
-    layouts: tuple[Layout | None, ...]
+    facts: tuple[tuple | None, ...]
+
+    @property
+    def layouts(self) -> list[Layout | None]:
+        return [None if facts is None else Layout(*facts) for facts in self.facts]
 
 
 def launch_key(problem: Problem, *tensors: Tensor | None) -> LaunchKey:
     """The key of launches on behalf of `problem` that read `tensors`."""
-    layouts = tuple(
-        None if t is None else Layout(t.shape, t.stride(), t.data_ptr() % 16) for t in tensors
-    )
-    return LaunchKey(problem, tensors[0].device.index, layouts)
+    facts = [None if t is None else (t.shape, t.stride(), t.data_ptr() % 16) for t in tensors]
+    return LaunchKey(problem, tensors[0].device.index, tuple(facts))
+
+
+class Recipe:
+    """What all launches of one kernel under one `LaunchKey` have in common.
+
+    Args:
+        kernel: a @triton.jit function.
+        device: the index of a CUDA device, None for the interpreter and for compiling alone.
+        grid: the number of programs.
+        operands: for each tensor the kernel takes first, what makes its argument.
+        scalars: the arguments that follow the tensors.
+        options: compile-time arguments, num_warps and num_stages.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        device: int | None,
+        grid: int,
+        operands: Sequence[Callable[[Tensor], Any]],
+        scalars: tuple,
+        options: dict[str, Any],
+    ):
+        self.kernel = kernel
+        self.device = device
+        self.grid = grid
+        self.operands = operands
+        self.scalars = scalars
+        self.options = {**options, "enable_fp_fusion": True}
+        self.constants = tuple(
+            options[name] for name in kernel.arg_names[len(operands) + len(scalars) :]
+        )
+        self.compiled: Any = None
+
+    def launch(self, *tensors: Tensor) -> Launch:
+        """The launch on these tensors."""
+        arguments = [make(t) for make, t in zip(self.operands, tensors, strict=True)]
+        return Launch(self, (*arguments, *self.scalars))
+
+
+class Launch(NamedTuple):
+    """A recipe with its arguments: data, so that one description can be run, or only compiled."""
+
+    recipe: Recipe
+    args: tuple
+
+    def run(self) -> None:
+        """Enqueue on the current stream of the current device."""
+        recipe = self.recipe
+        if recipe.device is not None:
+            _bind_context(recipe.device)
+        if recipe.compiled is not None:
+            # Triton's own launch path would look at every argument again to choose the code.
+            recipe.compiled[recipe.grid, 1, 1](*self.args, *recipe.constants)
+        else:
+            recipe.compiled = recipe.kernel[(recipe.grid,)](*self.args, **recipe.options)
+
+    def compile(self) -> Any:
+        """Compile for the current target, without running; returns Triton's CompiledKernel."""
+        recipe = self.recipe
+        return recipe.kernel.warmup(*self.args, grid=(recipe.grid,), **recipe.options)
 
 
 def _bind_context(device: int) -> None:

@@ -8,6 +8,10 @@ past head_dim, which is how any head_dim and seqlen fit a power-of-two tile with
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -46,13 +50,25 @@ class _Descriptor(TensorDescriptor):
         pass
 
 
-def operand(t: Tensor, rows: int, columns: int, tma: bool) -> TensorDescriptor | tuple:
-    """`t` as a kernel argument, to be moved in tiles of [rows, columns]."""
+def operand(layout: Layout, rows: int, columns: int, tma: bool) -> Callable[[Tensor], Any]:
+    """What makes a tensor of this layout an argument that moves in tiles of [rows, columns]."""
     if not tma:
-        return (t, *t.stride())
+        return lambda t: (t, *layout.stride)
     # A dimension of one element may have any stride; the descriptor wants multiples of 16 bytes.
-    strides = [s if n > 1 else 16 for n, s in zip(t.shape[:3], t.stride()[:3], strict=True)]
-    return _Descriptor(t, list(t.shape), [*strides, 1], [1, 1, rows, columns])
+    outer = zip(layout.shape[:3], layout.stride[:3], strict=True)
+    strides = [*(stride if size > 1 else 16 for size, stride in outer), 1]
+    shape, block = list(layout.shape), [1, 1, rows, columns]
+    return lambda t: _Descriptor(t, shape, strides, block)
+
+
+def contiguous(*shape: int) -> Layout:
+    """The layout of an output."""
+    return Layout(torch.Size(shape), torch.empty(shape, device="meta").stride(), 0)
+
+
+def pointer(t: Tensor) -> Tensor:
+    """A contiguous tensor of row statistics is passed as it is."""
+    return t
 
 
 @triton.jit
