@@ -38,7 +38,7 @@ def problem_of(
         is_causal,
         causal_alignment,
         scale,
-        _tf32_allowed(),
+        q.dtype == torch.float32 and _tf32_allowed(),
         torch.are_deterministic_algorithms_enabled(),
         needs_backward,
     )

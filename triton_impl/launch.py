@@ -70,7 +70,7 @@ class Recipe:
         self.constants = tuple(
             options[name] for name in kernel.arg_names[len(operands) + len(scalars) :]
         )
-        self.compiled: Any = None
+        self.enqueue: Callable[..., object] | None = None
 
     def launch(self, *tensors: Tensor) -> Launch:
         """The launch on these tensors."""
@@ -89,11 +89,13 @@ class Launch(NamedTuple):
         recipe = self.recipe
         if recipe.device is not None:
             _bind_context(recipe.device)
-        if recipe.compiled is not None:
+        if recipe.enqueue is not None:
+            recipe.enqueue(*self.args, *recipe.constants)
+            return
+        compiled = recipe.kernel[(recipe.grid,)](*self.args, **recipe.options)
+        if compiled is not None:  # the interpreter compiles nothing
             # Triton's own launch path would look at every argument again to choose the code.
-            recipe.compiled[recipe.grid, 1, 1](*self.args, *recipe.constants)
-        else:
-            recipe.compiled = recipe.kernel[(recipe.grid,)](*self.args, **recipe.options)
+            recipe.enqueue = compiled[recipe.grid, 1, 1]
 
     def compile(self) -> Any:
         """Compile for the current target, without running; returns Triton's CompiledKernel."""

@@ -46,8 +46,11 @@ def can_use_tma(problem: Problem, *inputs: Layout) -> bool:
 class _Descriptor(TensorDescriptor):
     """A descriptor whose conditions `can_use_tma` has checked: checking again costs host time."""
 
-    def __post_init__(self):
-        pass
+    def __init__(self, base: Tensor, shape: list[int], strides: list[int], block_shape: list[int]):
+        self.base = base
+        self.shape = shape
+        self.strides = strides
+        self.block_shape = block_shape
 
 
 def operand(layout: Layout, rows: int, columns: int, tma: bool) -> Callable[[Tensor], Any]:
