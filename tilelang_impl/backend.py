@@ -1,0 +1,91 @@
+"""The TileLang backend: what it can run, and in which order its kernels are launched."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from flash_rosetta.backend import KernelReport
+from flash_rosetta.problem import Problem
+from flash_rosetta.tilelang_impl.backward import plan_backward
+from flash_rosetta.tilelang_impl.compile_only import compile_only
+from flash_rosetta.tilelang_impl.forward import plan_forward
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 256
+MAX_SEQLEN = 2**30  # the sum of two row numbers is counted in 32 bits, a tile past the last included
+MAX_SCALE = torch.finfo(torch.float32).max / math.log2(math.e)
+SMALL_SHARED_MEMORY = ("sm_86", "sm_89", "sm_120", "sm_121")  # 99 KB a block
+
+
+class TileLangBackend:
+    """FlashAttention-2 with a two-pass backward; see `forward.py` and `backward.py`.
+
+    Deterministic. fp32 is multiplied in TF32 where PyTorch's matmul precision allows it, else in
+    three TF32 products for each, which keeps about fp32's accuracy.
+    """
+
+    name = "tilelang"
+
+    def why_not(self, problem: Problem) -> list[str]:
+        return refusals(problem)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+        launch, o, lse = plan_forward(q, k, v, problem)
+        launch.run()
+        return o, lse
+
+    def backward(
+        self,
+        do: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        problem: Problem,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        launches, dq, dk, dv = plan_backward(do, dlse, q, k, v, o, lse, problem)
+        for launch in launches:
+            launch.run()
+        return dq, dk, dv
+
+    def compile_only(self, problem: Problem) -> list[KernelReport]:
+        return compile_only(problem)
+
+
+def refusals(problem: Problem) -> list[str]:
+    """Why the kernels of this folder cannot run `problem`: its target, dtype or sizes."""
+    reasons = []
+    target = problem.target
+    if not target.startswith("sm_") or int(target[3:]) < 80:
+        reasons.append(f"target {target} is not an NVIDIA GPU of compute capability 8.0 or later")
+    if problem.dtype not in DTYPES:
+        reasons.append(f"dtype {problem.dtype} is not among {', '.join(map(str, DTYPES))}")
+    if problem.head_dim > MAX_HEAD_DIM:
+        reasons.append(f"head_dim {problem.head_dim} is above {MAX_HEAD_DIM}")
+    if problem.head_dim_v != problem.head_dim:
+        reasons.append(f"head_dim_v {problem.head_dim_v} differs from head_dim {problem.head_dim}")
+    if max(problem.seqlen_q, problem.seqlen_k) > MAX_SEQLEN:
+        reasons.append(
+            f"a seqlen of {max(problem.seqlen_q, problem.seqlen_k)} is above {MAX_SEQLEN}"
+        )
+    if abs(problem.scale) > MAX_SCALE:
+        reasons.append(f"scale {problem.scale} times log2(e) does not fit fp32")
+    if (
+        target in SMALL_SHARED_MEMORY
+        and problem.dtype == torch.float32
+        and not problem.allow_tf32
+        and problem.head_dim > 128
+    ):
+        reasons.append(
+            f"exact fp32 at head_dim {problem.head_dim} needs more shared memory than {target} "
+            "has: torch.set_float32_matmul_precision('high') allows TF32, or keep head_dim to 128"
+        )
+    return reasons
+
+
+backend = TileLangBackend()

@@ -1,0 +1,84 @@
+"""Compile the kernels for a card that is not here, and read off what the compilers made."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import tilelang
+import torch
+from tilelang import tvm
+from tilelang.contrib import nvcc
+
+from flash_rosetta.backend import KernelReport, Unsupported
+from flash_rosetta.problem import Problem
+from flash_rosetta.tilelang_impl.backward import plan_backward
+from flash_rosetta.tilelang_impl.forward import plan_forward
+from flash_rosetta.tilelang_impl.launch import PASS_CONFIGS, Launch, cuda_target
+
+
+def compile_only(problem: Problem) -> list[KernelReport]:
+    """Every kernel that `problem` would launch, compiled for its target; nothing runs.
+
+    Strides and alignment are those of contiguous tensors. TileLang alone lowers the kernels to CUDA
+    C++; the rest takes nvcc and ptxas. Raises Unsupported where they are missing, and whatever the
+    compilers raise.
+    """
+    with torch.device("meta"):  # sizes and strides are arguments: only their kind matters
+        q = torch.empty(_shape_q(problem), dtype=problem.dtype)
+        k = torch.empty(_shape_k(problem), dtype=problem.dtype)
+        launch, o, lse = plan_forward(q, k, k, problem)
+        launches = [launch]
+        if problem.needs_backward:
+            backward, *_ = plan_backward(q, lse, q, k, k, o, lse, problem)
+            launches += backward
+    lowered = [_lower(launch) for launch in launches]
+    if not (shutil.which("nvcc") and shutil.which("ptxas")):
+        reason = "lowered to CUDA C++, but compiling that takes nvcc and ptxas on PATH"
+        raise Unsupported("tilelang", [reason], problem)
+    return [_report(*kernel, problem.target) for kernel in lowered]
+
+
+def _shape_q(problem: Problem) -> tuple[int, ...]:
+    return problem.batch, problem.num_heads, problem.seqlen_q, problem.head_dim
+
+
+def _shape_k(problem: Problem) -> tuple[int, ...]:
+    return problem.batch, problem.num_kv_heads, problem.seqlen_k, problem.head_dim
+
+
+def _lower(launch: Launch) -> tuple[str, int, str]:
+    """A kernel's name, the bytes of shared memory that its launch asks for, and its CUDA C++."""
+    target = tvm.target.Target(cuda_target(launch.target))
+    configs = {key.value: value for key, value in PASS_CONFIGS.items()}
+    with tvm.transform.PassContext(config=configs), target:
+        artifact = tilelang.lower(launch.kernel(**launch.options), target=target)
+    ((variable, function),) = artifact.device_mod.functions.items()
+    return variable.name_hint, int(function.attrs["dyn_shared_memory_buf"]), artifact.kernel_source
+
+
+def _report(name: str, dynamic_shared: int, source: str, target: str) -> KernelReport:
+    arch = cuda_target(target)["arch"]
+    with tvm.target.Target(cuda_target(target)):
+        ptx = nvcc.get_ptx_from_source(source, ["--use_fast_math"])
+    with tempfile.TemporaryDirectory() as folder:
+        ptx_file = Path(folder) / "kernel.ptx"
+        ptx_file.write_text(ptx)
+        command = ["ptxas", "-v", f"-arch={arch}", ptx_file, "-o", ptx_file.with_suffix(".cubin")]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return KernelReport(
+        kernel=name,
+        target=target,
+        registers=_number(r"Used (\d+) registers", said),
+        spill_bytes=_number(r"(\d+) bytes spill stores", said),
+        shared_bytes=dynamic_shared + _number(r"(\d+) bytes smem", said),
+        assembly=ptx,
+    )
+
+
+def _number(pattern: str, text: str) -> int:
+    match = re.search(pattern, text)
+    return int(match[1]) if match else 0
