@@ -15,7 +15,7 @@ from flash_rosetta.tilelang_impl.forward import plan_forward
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
-MAX_SEQLEN = 2**30  # the sum of two row numbers is counted in 32 bits, a tile past the last included
+MAX_SEQLEN = 2**30  # sums of two row numbers are counted in 32 bits
 MAX_SCALE = torch.finfo(torch.float32).max / math.log2(math.e)
 SMALL_SHARED_MEMORY = ("sm_86", "sm_89", "sm_120", "sm_121")  # 99 KB a block
 

@@ -29,20 +29,23 @@ What lives where
 """
 
 import math
+from functools import lru_cache
 
 import tilelang.language as T
 import torch
 from torch import Tensor
 
 from flash_rosetta.problem import Problem
-from flash_rosetta.tilelang_impl.launch import Launch
+from flash_rosetta.tilelang_impl.launch import Launch, LaunchKey, Recipe, launch_key
 from flash_rosetta.tilelang_impl.tiles import Tile, padded_head_dim, tiles_for
 from flash_rosetta.tilelang_impl.tiling import (
     DTYPES,
     Engine,
+    as_is,
     await_products,
     await_tiles,
     can_use_tma,
+    contiguous,
     filling,
     load_tile,
     multiply,
@@ -74,40 +77,60 @@ def plan_backward(
     problem: Problem,
 ) -> tuple[list[Launch], Tensor, Tensor, Tensor]:
     """The three launches that compute dq, dk and dv, and the tensors they will fill."""
-    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
     padded_rows = -(-problem.seqlen_q // STATS_TILE) * STATS_TILE
-    stats = torch.empty((*q.shape[:2], 2, padded_rows), dtype=torch.float32, device=q.device)
+    stats = q.new_empty((problem.batch, problem.num_heads, 2, padded_rows), dtype=torch.float32)
+    preprocess, dkdv_pass, dq_pass = _recipes(launch_key(problem, q, k, v, do, o, lse, dlse))
+    launches = [
+        preprocess.launch(o, do, lse, lse if dlse is None else dlse, stats),
+        dkdv_pass.launch(q, k, v, do, stats, dk, dv),
+        dq_pass.launch(q, k, v, do, stats, dq),
+    ]
+    return launches, dq, dk, dv
 
+
+@lru_cache(maxsize=4096)
+def _recipes(key: LaunchKey) -> tuple[Recipe, Recipe, Recipe]:
+    """Of preprocess, dk/dv and dq."""
+    problem = key.problem
+    q, k, v, do, o, _, dlse = key.layouts
+    dq, dkv = contiguous(*q.shape), contiguous(*k.shape)
     tma = can_use_tma(problem, q, k, v, do, o)
-    q, k, v, do, o = (operand(t, tma) for t in (q, k, v, do, o))
     tiles = tiles_for(problem, tma)
-    # The kernels for Hopper are compiled without a mask as well; for the others, one that hides
+    read_by_both_passes = *(operand(t, tma) for t in (q, k, v, do)), as_is
+    # The kernels for Hopper are compiled without a mask as well. For the others, one that hides
     # nothing saves a compilation.
     is_causal = problem.is_causal or not tma
     causal_offset = problem.causal_offset if problem.is_causal else problem.seqlen_k
     scalars = problem.scale, problem.scale * math.log2(math.e), causal_offset
+    common = {"dtype": DTYPES[problem.dtype], "width": padded_head_dim(problem.head_dim)}
 
-    def launch(kernel, threads: int, args: tuple, parts: int = 1, **options) -> Launch:
-        options |= {
-            "dtype": DTYPES[problem.dtype],
-            "width": padded_head_dim(problem.head_dim),
-            "engine": Engine(tma, threads, parts),
-        }
-        return Launch(kernel, problem.target, options, args)
+    def options_of(tile: Tile) -> dict:
+        engine = Engine(tma, tile.threads, parts_of(problem))
+        return {**common, "engine": engine, "tile": tile, "is_causal": is_causal}
 
-    def launch_pass(kernel, tile: Tile, *outputs: Tensor) -> Launch:
-        args = (q, k, v, do, stats, *outputs, *scalars)
-        options = {"tile": tile, "is_causal": is_causal}
-        return launch(kernel, tile.threads, args, parts_of(problem), **options)
-
-    has_dlse = dlse is not None
-    preprocess_args = (o, do, lse, dlse if has_dlse else lse, stats, int(has_dlse))
-    launches = [
-        launch(preprocess_kernel, PREPROCESS_THREADS, preprocess_args),
-        launch_pass(dkdv_kernel, tiles.dkdv, dk, dv),
-        launch_pass(dq_kernel, tiles.dq, dq),
-    ]
-    return launches, dq, dk, dv
+    preprocess = Recipe(
+        preprocess_kernel,
+        key,
+        operands=(operand(o, tma), operand(do, tma), as_is, as_is, as_is),
+        scalars=(int(dlse is not None),),
+        options={**common, "engine": Engine(tma, PREPROCESS_THREADS)},
+    )
+    dkdv_pass = Recipe(
+        dkdv_kernel,
+        key,
+        operands=(*read_by_both_passes, operand(dkv, tma), operand(dkv, tma)),
+        scalars=scalars,
+        options=options_of(tiles.dkdv),
+    )
+    dq_pass = Recipe(
+        dq_kernel,
+        key,
+        operands=(*read_by_both_passes, operand(dq, tma)),
+        scalars=scalars,
+        options=options_of(tiles.dq),
+    )
+    return preprocess, dkdv_pass, dq_pass
 
 
 def preprocess_kernel(*, dtype: str, width: int, engine: Engine):
@@ -135,11 +158,10 @@ def preprocess_kernel(*, dtype: str, width: int, engine: Engine):
             products = T.alloc_fragment((rows, width), "float32")
             delta_rows = T.alloc_fragment((rows,), "float32")
             filled = alloc_barriers(engine, 1)
-            row = T.alloc_var("int32")
-            head = T.alloc_var("int32")
-            batch = T.alloc_var("int32")
-            locate(program, padded_rows // rows, num_heads, row, head, batch)
-            row = row * rows
+            number, own_head, own_batch = owned_by(program, padded_rows // rows, num_heads)
+            row = T.alloc_var("int32", init=number * rows)
+            head = T.alloc_var("int32", init=own_head)
+            batch = T.alloc_var("int32", init=own_batch)
 
             load_tile(engine, o, batch, head, row, o_tile, 0, filled)
             load_tile(engine, do, batch, head, row, do_tile, 0, filled)
@@ -220,11 +242,11 @@ def dkdv_kernel(*, dtype: str, width: int, engine: Engine, tile: Tile, is_causal
             filled = alloc_barriers(engine, num_stages)
 
             # In a causal problem the first key tile is seen by the most queries: it starts first.
-            k_start = T.alloc_var("int32")
-            kv_head = T.alloc_var("int32")
-            batch = T.alloc_var("int32")
-            locate(program, T.ceildiv(seqlen_k, tile_k), num_kv_heads, k_start, kv_head, batch)
-            k_start = k_start * tile_k
+            num_tiles = T.ceildiv(seqlen_k, tile_k)
+            number, own_head, own_batch = owned_by(program, num_tiles, num_kv_heads)
+            k_start = T.alloc_var("int32", init=number * tile_k)
+            kv_head = T.alloc_var("int32", init=own_head)
+            batch = T.alloc_var("int32", init=own_batch)
 
             # No query before `first` sees a key of the tile; from `full` on, each sees all of them.
             first = T.alloc_var("int32", init=0)
@@ -233,12 +255,11 @@ def dkdv_kernel(*, dtype: str, width: int, engine: Engine, tile: Tile, is_causal
                 first = T.max(k_start - causal_offset, 0) // tile_q * tile_q
                 full = k_start + tile_k - 1 - causal_offset
             group_size = T.truncdiv(num_heads, num_kv_heads)
-            num_visits = T.alloc_var("int32")
-            num_visits = T.max(T.ceildiv(seqlen_q - first, tile_q), 0) * group_size
+            visits_of_one_head = T.max(T.ceildiv(seqlen_q - first, tile_q), 0)
+            num_visits = T.alloc_var("int32", init=visits_of_one_head * group_size)
             q_start = T.alloc_var("int32", init=first)
             next_row = T.alloc_var("int32", init=first)
-            next_head = T.alloc_var("int32")
-            next_head = kv_head * group_size
+            next_head = T.alloc_var("int32", init=kv_head * group_size)
 
             load_tile(engine, k, batch, kv_head, k_start, k_tile, 0, filled_kv)
             load_tile(engine, v, batch, kv_head, k_start, v_tile, 0, filled_kv)
@@ -340,15 +361,15 @@ def dq_kernel(*, dtype: str, width: int, engine: Engine, tile: Tile, is_causal: 
             filled_q = alloc_barriers(engine, 1)
             filled = alloc_barriers(engine, num_stages)
 
-            q_start = T.alloc_var("int32")
-            head = T.alloc_var("int32")
-            batch = T.alloc_var("int32")
-            locate(program, T.ceildiv(seqlen_q, tile_q), num_heads, q_start, head, batch)
+            num_tiles = T.ceildiv(seqlen_q, tile_q)
+            number, own_head, own_batch = owned_by(program, num_tiles, num_heads)
+            q_start = T.alloc_var("int32", init=number * tile_q)
             if is_causal:  # the last query tile sees the most keys: it starts first
-                q_start = T.ceildiv(seqlen_q, tile_q) - 1 - q_start
-            q_start = q_start * tile_q
-            kv_head = T.alloc_var("int32")
-            kv_head = T.truncdiv(head, T.truncdiv(num_heads, num_kv_heads))
+                q_start = (num_tiles - 1 - number) * tile_q
+            head = T.alloc_var("int32", init=own_head)
+            batch = T.alloc_var("int32", init=own_batch)
+            group_size = T.truncdiv(num_heads, num_kv_heads)
+            kv_head = T.alloc_var("int32", init=T.truncdiv(head, group_size))
 
             # Each row sees keys [0, full), none sees a key past `end`.
             full = T.alloc_var("int32", init=seqlen_k)
@@ -356,8 +377,7 @@ def dq_kernel(*, dtype: str, width: int, engine: Engine, tile: Tile, is_causal: 
             if is_causal:
                 full = T.min(seqlen_k, q_start + causal_offset + 1)
                 end = T.max(T.min(seqlen_k, q_start + causal_offset + tile_q), 0)
-            num_visits = T.alloc_var("int32")
-            num_visits = T.ceildiv(end, tile_k)
+            num_visits = T.alloc_var("int32", init=T.ceildiv(end, tile_k))
 
             load_tile(engine, q, batch, head, q_start, q_tile, 0, filled_q)
             load_tile(engine, do, batch, head, q_start, do_tile, 0, filled_q)
@@ -461,15 +481,14 @@ def load_stats(engine, stats, batch, head, row, tiles, slot, filled):
     """Start to fill a slot with lse and delta of rows [row, row + rows) of one head."""
     rows = tiles.shape[2]
     if engine.hopper:
-        T.tma_copy(stats[batch, head, 0:2, row : row + rows], tiles[slot, :, :], barrier=filled[slot])
+        two_rows = stats[batch, head, 0:2, row : row + rows]
+        T.tma_copy(two_rows, tiles[slot, :, :], barrier=filled[slot])
     else:
         for i, j in T.Parallel(2, rows):
             tiles[slot, i, j] = stats[batch, head, i, row + j]
 
 
-@T.macro
-def locate(program, num_tiles, num_heads, tile: T.Ref, head: T.Ref, batch: T.Ref):
+def owned_by(program, num_tiles, num_heads) -> tuple:
     """The tile, head and batch that a program owns; programs of one head are neighbours."""
-    tile = T.truncmod(program, num_tiles)
-    head = T.truncmod(T.truncdiv(program, num_tiles), num_heads)
-    batch = T.truncdiv(T.truncdiv(program, num_tiles), num_heads)
+    head = T.truncdiv(program, num_tiles)
+    return T.truncmod(program, num_tiles), T.truncmod(head, num_heads), T.truncdiv(head, num_heads)

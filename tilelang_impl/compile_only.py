@@ -52,10 +52,10 @@ def _shape_k(problem: Problem) -> tuple[int, ...]:
 
 def _lower(launch: Launch) -> tuple[str, int, str]:
     """A kernel's name, the bytes of shared memory that its launch asks for, and its CUDA C++."""
-    target = tvm.target.Target(cuda_target(launch.target))
+    target = tvm.target.Target(cuda_target(launch.recipe.target))
     configs = {key.value: value for key, value in PASS_CONFIGS.items()}
     with tvm.transform.PassContext(config=configs), target:
-        artifact = tilelang.lower(launch.kernel(**launch.options), target=target)
+        artifact = tilelang.lower(launch.recipe.kernel(**launch.recipe.options), target=target)
     ((variable, function),) = artifact.device_mod.functions.items()
     return variable.name_hint, int(function.attrs["dyn_shared_memory_buf"]), artifact.kernel_source
 

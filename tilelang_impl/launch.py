@@ -1,69 +1,124 @@
-"""A kernel launch as data, so that one description can be run, or only compiled."""
+"""A kernel launch: what is the same from call to call, kept, and what each call adds to it."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import tilelang
 import torch
 from tilelang import PassConfigKey
+from torch import Tensor
 
 from flash_rosetta.problem import Problem
 
-MAX_COMPILED = 1024
 _thread = threading.local()
 
 logging.getLogger("tilelang").setLevel(logging.WARNING)  # else a line for each compilation
 
 PASS_CONFIGS = {
-    # exp2 becomes one instruction. Divisions are approximate: forward.py and backward.py have none
-    # that matters below fp32's rounding.
+    # exp2 becomes one instruction. Division becomes approximate as well, to an error near fp32's.
     PassConfigKey.TL_ENABLE_FAST_MATH: True,
-    # The kernels say themselves who loads, who waits and where threads meet. What the compiler
-    # would insert is wrong around products that are still running, or costs time.
+    # The kernels say themselves who loads, who waits, where threads meet and where a tensor ends.
+    # What the compiler would add frees slots that products still read, or only costs time.
     PassConfigKey.TL_DISABLE_WARP_SPECIALIZED: True,
     PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,
     PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True,
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """One TileLang kernel, the card it is compiled for, its compile-time options, its arguments.
+class Layout(NamedTuple):
+    """How a tensor lies in memory, as far as it matters which code moves it."""
 
-    `kernel(**options)` makes the TileLang program. All sizes and strides are arguments of the
-    compiled code, so launches with equal kernel, target and options share it.
+    shape: torch.Size
+    stride: tuple[int, ...]
+    misalignment: int  # bytes past a multiple of 16
+
+
+class LaunchKey(NamedTuple):
+    """All that a launch depends on but the tensors' addresses; exact, so that equal means equal."""
+
+    problem: Problem
+    device: int | None  # the index of a CUDA device
+    facts: tuple[tuple | None, ...]
+
+    @property
+    def layouts(self) -> list[Layout | None]:
+        return [None if facts is None else Layout(*facts) for facts in self.facts]
+
+
+def launch_key(problem: Problem, *tensors: Tensor | None) -> LaunchKey:
+    """The key of launches on behalf of `problem` that read `tensors`."""
+    facts = [None if t is None else (t.shape, t.stride(), t.data_ptr() % 16) for t in tensors]
+    return LaunchKey(problem, tensors[0].device.index, tuple(facts))
+
+
+class Recipe:
+    """What all launches of one kernel under one `LaunchKey` have in common.
+
+    Args:
+        kernel: a function of the options that returns a TileLang program.
+        key: the launches' key.
+        operands: for each tensor the kernel takes first, what makes its argument.
+        scalars: the arguments that follow the tensors.
+        options: what is known when the kernel is compiled; sizes and strides are not.
     """
 
-    kernel: Callable[..., Any]
-    target: str
-    options: dict[str, Any]
+    def __init__(
+        self,
+        kernel: Callable[..., Any],
+        key: LaunchKey,
+        operands: Sequence[Callable[[Tensor], Tensor]],
+        scalars: tuple,
+        options: dict[str, Any],
+    ):
+        self.kernel = kernel
+        self.target = key.problem.target
+        self.device = key.device
+        self.operands = operands
+        self.scalars = scalars
+        self.options = options
+        self.enqueue: Callable[..., object] | None = None
+
+    def launch(self, *tensors: Tensor) -> Launch:
+        """The launch on these tensors."""
+        arguments = [make(t) for make, t in zip(self.operands, tensors, strict=True)]
+        return Launch(self, (*arguments, *self.scalars))
+
+
+class Launch(NamedTuple):
+    """A recipe with its arguments: data, so that one description can be run, or only compiled."""
+
+    recipe: Recipe
     args: tuple
 
     def run(self) -> None:
         """Enqueue on the current stream of the current device."""
-        if not getattr(_thread, "bound", False):
-            # PyTorch makes CUDA's context current at its first call of CUDA, which may come after
-            # ours, and in a thread without one tensors cannot be described to the copy engine.
-            torch.cuda.set_device(torch.cuda.current_device())
-            _thread.bound = True
-        compiled(self.kernel, self.target, **self.options)(*self.args)
+        recipe = self.recipe
+        if recipe.enqueue is None:
+            recipe.enqueue = compiled(recipe.kernel, recipe.target, **recipe.options)
+        _bind_context(recipe.device)
+        recipe.enqueue(*self.args)
 
 
-@lru_cache(maxsize=MAX_COMPILED)
-def compiled(kernel: Callable[..., Any], target: str, **options: Any) -> Callable[..., None]:
-    """The code of a kernel for a card, from memory, from TileLang's cache on disk, or compiled."""
-    return tilelang.compile(
+@lru_cache(maxsize=1024)
+def compiled(kernel: Callable[..., Any], target: str, **options: Any) -> Callable[..., object]:
+    """A kernel's code for a card: from TileLang's cache on disk, or compiled, which takes seconds.
+
+    One compilation serves all sizes and strides.
+    """
+    program = tilelang.compile(
         kernel(**options),
         target=cuda_target(target),
         pass_configs=PASS_CONFIGS,
         execution_backend="tvm_ffi",
     )
+    executable = program.adapter.get_exportable_executable()
+    # Called by itself: TileLang's own wrapper looks at every argument in Python first.
+    return (executable.jit() if hasattr(executable, "jit") else executable).main
 
 
 def cuda_target(target: str) -> dict[str, str]:
@@ -71,6 +126,12 @@ def cuda_target(target: str) -> dict[str, str]:
     return {"kind": "cuda", "arch": f"{target}a" if int(target[3:]) >= 90 else target}
 
 
-def on_hopper(problem: Problem) -> bool:
-    """Whether kernels may use what sm_90 alone has: asynchronous products of a warpgroup."""
-    return problem.target == "sm_90"
+def _bind_context(device: int) -> None:
+    """Make CUDA's context current in this thread.
+
+    PyTorch leaves that to its first call of CUDA, which may come after ours: tensors are described
+    to the copy engine before a launch, which fails in a thread without a context.
+    """
+    if not getattr(_thread, "bound", False):
+        torch.cuda.set_device(device)
+        _thread.bound = True

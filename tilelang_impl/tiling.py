@@ -6,6 +6,7 @@ head_dim and seqlen fit a tile without a copy. `Engine` says with what tiles mov
 macros below look at it while TileLang builds the kernel, not when the kernel runs.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import tilelang.language as T
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flash_rosetta.problem import Problem
+from flash_rosetta.tilelang_impl.launch import Layout
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
@@ -36,7 +38,7 @@ def parts_of(problem: Problem) -> int:
     return 2 if problem.dtype == torch.float32 and not problem.allow_tf32 else 1
 
 
-def can_use_tma(problem: Problem, *inputs: Tensor) -> bool:
+def can_use_tma(problem: Problem, *inputs: Layout) -> bool:
     """Whether Hopper's copy engine can move tiles of the inputs and of our outputs.
 
     It takes rows of unit stride, other strides that are positive multiples of 16 bytes below 2^40,
@@ -47,23 +49,33 @@ def can_use_tma(problem: Problem, *inputs: Tensor) -> bool:
         return False
     if problem.head_dim * itemsize % 16:  # the row stride of a contiguous output
         return False
-    for t in inputs:
-        *strides, last = t.stride()
-        if last != 1 or t.data_ptr() % 16:
+    for layout in inputs:
+        *strides, last = layout.stride
+        if last != 1 or layout.misalignment:
             return False
-        for size, stride in zip(t.shape, strides, strict=False):
+        for size, stride in zip(layout.shape, strides, strict=False):
             if size > 1 and (stride * itemsize % 16 or not 0 < stride * itemsize < 1 << 40):
                 return False
     return True
 
 
-def operand(t: Tensor, tma: bool) -> Tensor:
-    """`t` as a kernel argument."""
-    if not tma or all(size > 1 for size in t.shape[:3]):
-        return t
+def operand(layout: Layout, tma: bool) -> Callable[[Tensor], Tensor]:
+    """What makes a kernel's argument of a tensor laid out so."""
+    if not tma or all(size > 1 for size in layout.shape[:3]):
+        return as_is
     # A dimension of one element may have any stride; the copy engine wants multiples of 16 bytes.
-    strides = [stride if n > 1 else 16 for n, stride in zip(t.shape, t.stride(), strict=True)]
-    return t.as_strided(t.shape, [*strides[:3], 1])
+    pairs = zip(layout.shape[:3], layout.stride[:3], strict=True)
+    strides = [stride if size > 1 else 16 for size, stride in pairs]
+    return lambda t: t.as_strided(layout.shape, [*strides, 1])
+
+
+def as_is(t: Tensor) -> Tensor:
+    return t
+
+
+def contiguous(*shape: int) -> Layout:
+    """The layout of an output of ours."""
+    return Layout(torch.Size(shape), torch.empty(shape, device="meta").stride(), 0)
 
 
 def strided(name: str, shape: tuple, dtype: str, engine: Engine):
@@ -83,7 +95,8 @@ def load_tile(engine, x, batch, head, row, tile, slot, filled):
     num_rows, num_columns = x.shape[2:]
     rows, width = tile.shape[1:]
     if engine.hopper:
-        T.tma_copy(x[batch, head, row : row + rows, 0:width], tile[slot, :, :], barrier=filled[slot])
+        box = x[batch, head, row : row + rows, 0:width]
+        T.tma_copy(box, tile[slot, :, :], barrier=filled[slot])
     else:
         # Neighbouring threads take neighbouring columns, eight elements each on their way at once.
         for chunk in T.serial(rows * width // (8 * engine.threads)):
