@@ -275,8 +275,12 @@ def dkdv_kernel(*, dtype: str, width: int, engine: Engine, tile: Tile, is_causal
                 slot = visit % num_stages
                 await_tiles(engine, filled, slot, visit // num_stages)
                 # (1) S^T = K Q^T and (3) dP^T = V dO^T
-                multiply(engine, k_tile, 0, q_tiles, slot, s_t, False, True, True, policy)
-                multiply(engine, v_tile, 0, do_tiles, slot, dp_t, False, True, True, policy)
+                multiply(
+                    engine, k_tile, 0, q_tiles, slot, s_t, policy, transpose_b=True, clear=True
+                )
+                multiply(
+                    engine, v_tile, 0, do_tiles, slot, dp_t, policy, transpose_b=True, clear=True
+                )
                 await_products(engine, 1, s_t)
                 if deferred:
                     # The products of the visit before are done too, and their slot is free.
@@ -303,8 +307,8 @@ def dkdv_kernel(*, dtype: str, width: int, engine: Engine, tile: Tile, is_causal
                 publish(engine, tile)
                 # (2) dV += P^T dO and (5) dK += dS^T Q
                 left = None if tile.in_registers else 0
-                multiply(engine, p_t, left, do_tiles, slot, dv_acc, False, False, False, policy)
-                multiply(engine, ds_t, left, q_tiles, slot, dk_acc, False, False, False, policy)
+                multiply(engine, p_t, left, do_tiles, slot, dv_acc, policy)
+                multiply(engine, ds_t, left, q_tiles, slot, dk_acc, policy)
                 q_start = q_start + tile_q
                 if q_start >= seqlen_q:
                     q_start = first
@@ -397,8 +401,10 @@ def dq_kernel(*, dtype: str, width: int, engine: Engine, tile: Tile, is_causal: 
                 slot = visit % num_stages
                 await_tiles(engine, filled, slot, visit // num_stages)
                 # (1) S = Q K^T and (3) dP = dO V^T
-                multiply(engine, q_tile, 0, k_tiles, slot, s, False, True, True, policy)
-                multiply(engine, do_tile, 0, v_tiles, slot, dp, False, True, True, policy)
+                multiply(engine, q_tile, 0, k_tiles, slot, s, policy, transpose_b=True, clear=True)
+                multiply(
+                    engine, do_tile, 0, v_tiles, slot, dp, policy, transpose_b=True, clear=True
+                )
                 await_products(engine, 1, s)
                 for i, j in T.Parallel(tile_q, tile_k):
                     s[i, j] = T.exp2(s[i, j] * scale_log2 - lse_rows[i])
@@ -418,7 +424,7 @@ def dq_kernel(*, dtype: str, width: int, engine: Engine, tile: Tile, is_causal: 
                 publish(engine, tile)
                 # (4) dQ += dS K
                 left = None if tile.in_registers else 0
-                multiply(engine, ds, left, k_tiles, slot, dq_acc, False, False, False, policy)
+                multiply(engine, ds, left, k_tiles, slot, dq_acc, policy)
                 await_products(engine, 0, dq_acc)
                 T.sync_threads(1, engine.threads)
                 if visit + num_stages < num_visits:

@@ -144,8 +144,12 @@ def _slot_of(a, slot):
     return a if slot is None else a[slot, :, :]
 
 
+def _product_of(engine: Engine):
+    return T.wgmma_gemm if engine.hopper else T.gemm
+
+
 @T.macro
-def multiply(engine, a, a_slot, b, b_slot, c, transpose_a, transpose_b, clear, policy):
+def multiply(engine, a, a_slot, b, b_slot, c, policy, transpose_b=False, clear=False):
     """c += a b, or c = a b to `clear`; on Hopper it only starts, see `await_products`.
 
     a is a tile, or registers where `a_slot` is None.
@@ -156,27 +160,15 @@ def multiply(engine, a, a_slot, b, b_slot, c, transpose_a, transpose_b, clear, p
                 a[2 * a_slot + x, :, :],
                 b[2 * b_slot + y, :, :],
                 c,
-                transpose_A=transpose_a,
                 transpose_B=transpose_b,
                 policy=policy,
                 clear_accum=clear and (x, y) == (1, 0),
             )
-    elif engine.hopper:
-        T.wgmma_gemm(
-            _slot_of(a, a_slot),
-            b[b_slot, :, :],
-            c,
-            transpose_A=transpose_a,
-            transpose_B=transpose_b,
-            policy=policy,
-            clear_accum=clear,
-        )
     else:
-        T.gemm(
+        _product_of(engine)(
             _slot_of(a, a_slot),
             b[b_slot, :, :],
             c,
-            transpose_A=transpose_a,
             transpose_B=transpose_b,
             policy=policy,
             clear_accum=clear,
