@@ -156,9 +156,9 @@ class ForwardTile:
 
 
 HOPPER_FORWARD = {
-    64: ForwardTile(192, 128, num_stages=3, registers=160, take_turns=True),
+    64: ForwardTile(192, 112, num_stages=3, registers=160, take_turns=True),
     128: ForwardTile(128, 128, num_stages=2),
-    256: ForwardTile(128, 64, num_stages=1),
+    256: ForwardTile(128, 48, num_stages=2),
 }
 
 PORTABLE_FORWARD = {
