@@ -21,17 +21,23 @@ KIB = 1024
 
 @dataclass(frozen=True)
 class Card:
-    """What a card's code, PTX or SASS, must show of its tensor cores, and what a block may take."""
+    """What a card's code must show of its tensor cores and its copy engine, as a regular expression
+    over PTX, SASS or, where there is no assembler, CUDA C++; and what a block may take."""
 
     tensor_core: str
     shared_bytes: int
+    copy_engine: str = ""
 
 
 CARDS = {
-    "sm_80": Card(r"mma\.sync|HMMA", 163 * KIB),
-    "sm_89": Card(r"mma\.sync|HMMA", 99 * KIB),
-    "sm_90": Card(r"wgmma\.mma_async|HGMMA", 227 * KIB),
-    "sm_100": Card(r"tcgen05\.mma|mma\.sync|UTCHMMA|HMMA", 227 * KIB),
+    "sm_80": Card(r"mma\.sync|HMMA|mma_sync", 163 * KIB),
+    "sm_89": Card(r"mma\.sync|HMMA|mma_sync", 99 * KIB),
+    "sm_90": Card(
+        r"wgmma\.mma_async|HGMMA|wgmma_[sr]s",
+        227 * KIB,
+        copy_engine=r"cp\.async\.bulk\.tensor|UTMALDG|tma_load",
+    ),
+    "sm_100": Card(r"tcgen05\.mma|mma\.sync|UTCHMMA|HMMA|mma_sync", 227 * KIB),
 }
 """Shared memory per block: CUDA C++ Programming Guide, technical specifications by capability."""
 
@@ -114,28 +120,38 @@ def _faults(report: KernelReport, card: Card) -> list[str]:
             _multiplies(report) and not re.search(card.tensor_core, report.assembly),
             lambda: f"uses no tensor core: no {card.tensor_core} in its code",
         ),
-        (report.spill_bytes > 0, lambda: f"spills {report.spill_bytes} bytes of registers"),
+        (
+            _multiplies(report) and not re.search(card.copy_engine, report.assembly),
+            lambda: f"copies by hand: no {card.copy_engine} in its code",
+        ),
+        (bool(report.spill_bytes), lambda: f"spills {report.spill_bytes} bytes of registers"),
+        (bool(report.warnings), lambda: f"has the assembler warn: {'; '.join(report.warnings)}"),
         (
             report.shared_bytes > card.shared_bytes,
             lambda: f"takes {report.shared_bytes} bytes of shared memory of {card.shared_bytes}",
         ),
     ]
     return [
-        f"  {report.kernel} ({report.registers} registers) {text()}" for bad, text in checks if bad
+        f"  {report.kernel} ({report.registers or '?'} registers) {text()}"
+        for bad, text in checks
+        if bad
     ]
 
 
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        ({"assembly": "fma.rn.f32"}, "no tensor core"),
-        ({"assembly": "mma.sync"}, "no tensor core"),
+        ({"assembly": "cp.async.bulk.tensor fma.rn.f32"}, "no tensor core"),
+        ({"assembly": "cp.async.bulk.tensor mma.sync"}, "no tensor core"),
+        ({"assembly": "wgmma.mma_async cp.async.ca"}, "copies by hand"),
+        ({"warnings": ("products are serialized",)}, "are serialized"),
         ({"spill_bytes": 8}, "spills 8"),
         ({"shared_bytes": 228 * KIB}, "shared memory"),
     ],
 )
 def test_a_bad_kernel_is_noticed(changes: dict[str, Any], fault: str):
-    good = {"spill_bytes": 0, "shared_bytes": 227 * KIB, "assembly": "wgmma.mma_async.sync"}
+    code = "cp.async.bulk.tensor.4d wgmma.mma_async.sync"
+    good = {"spill_bytes": 0, "shared_bytes": 227 * KIB, "assembly": code}
     common = {"kernel": "forward", "target": "sm_90", "registers": 128}
     assert not _faults(KernelReport(**common, **good), CARDS["sm_90"])
     (found,) = _faults(KernelReport(**common, **good | changes), CARDS["sm_90"])

@@ -63,15 +63,18 @@ class KernelReport:
     """What a compiler made of one kernel, read off without running it.
 
     `registers` and `spill_bytes` are per thread, `shared_bytes` per thread block (static and
-    dynamic). `assembly` is PTX or SASS text.
+    dynamic). `assembly` is PTX or SASS text. Where nothing here can make that, it is the source
+    that it would be made from, and registers and spills are None.
+    `warnings` are the assembler's.
     """
 
     kernel: str
     target: str
-    registers: int
-    spill_bytes: int
+    registers: int | None
+    spill_bytes: int | None
     shared_bytes: int
     assembly: str
+    warnings: tuple[str, ...] = ()
 
 
 @runtime_checkable

@@ -13,7 +13,7 @@ import torch
 from tilelang import tvm
 from tilelang.contrib import nvcc
 
-from flash_rosetta.backend import KernelReport, Unsupported
+from flash_rosetta.backend import KernelReport
 from flash_rosetta.problem import Problem
 from flash_rosetta.tilelang_impl.backward import plan_backward
 from flash_rosetta.tilelang_impl.forward import plan_forward
@@ -24,7 +24,7 @@ def compile_only(problem: Problem) -> list[KernelReport]:
     """Every kernel that `problem` would launch, compiled for its target; nothing runs.
 
     Strides and alignment are those of contiguous tensors. TileLang alone lowers the kernels to CUDA
-    C++; the rest takes nvcc and ptxas. Raises Unsupported where they are missing, and whatever the
+    C++; the rest takes nvcc and ptxas, and is left out where they are missing. Raises what the
     compilers raise.
     """
     with torch.device("meta"):  # sizes and strides are arguments: only their kind matters
@@ -35,11 +35,8 @@ def compile_only(problem: Problem) -> list[KernelReport]:
         if problem.needs_backward:
             backward, *_ = plan_backward(q, lse, q, k, k, o, lse, problem)
             launches += backward
-    lowered = [_lower(launch) for launch in launches]
-    if not (shutil.which("nvcc") and shutil.which("ptxas")):
-        reason = "lowered to CUDA C++, but compiling that takes nvcc and ptxas on PATH"
-        raise Unsupported("tilelang", [reason], problem)
-    return [_report(*kernel, problem.target) for kernel in lowered]
+    report = _assemble if shutil.which("nvcc") and shutil.which("ptxas") else _source_alone
+    return [report(*_lower(launch), problem.target) for launch in launches]
 
 
 def _shape_q(problem: Problem) -> tuple[int, ...]:
@@ -60,7 +57,11 @@ def _lower(launch: Launch) -> tuple[str, int, str]:
     return variable.name_hint, int(function.attrs["dyn_shared_memory_buf"]), artifact.kernel_source
 
 
-def _report(name: str, dynamic_shared: int, source: str, target: str) -> KernelReport:
+def _source_alone(name: str, dynamic_shared: int, source: str, target: str) -> KernelReport:
+    return KernelReport(name, target, None, None, dynamic_shared, source)
+
+
+def _assemble(name: str, dynamic_shared: int, source: str, target: str) -> KernelReport:
     arch = cuda_target(target)["arch"]
     with tvm.target.Target(cuda_target(target)):
         ptx = nvcc.get_ptx_from_source(source, ["--use_fast_math"])
@@ -76,6 +77,8 @@ def _report(name: str, dynamic_shared: int, source: str, target: str) -> KernelR
         spill_bytes=_number(r"(\d+) bytes spill stores", said),
         shared_bytes=dynamic_shared + _number(r"(\d+) bytes smem", said),
         assembly=ptx,
+        # Such as: products run one after the other for want of registers.
+        warnings=tuple(re.findall(r"Potential Performance Loss: (.*)", said)),
     )
 
 
