@@ -79,7 +79,7 @@ def refusals(problem: Problem) -> list[str]:
         target in SMALL_SHARED_MEMORY
         and problem.dtype == torch.float32
         and not problem.allow_tf32
-        and problem.head_dim > 128
+        and 128 < problem.head_dim <= MAX_HEAD_DIM
     ):
         reasons.append(
             f"exact fp32 at head_dim {problem.head_dim} needs more shared memory than {target} "

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from flash_rosetta.problem import Problem
 from flash_rosetta.tilelang_impl.launch import Launch, LaunchKey, Recipe, launch_key
-from flash_rosetta.tilelang_impl.tiles import ForwardTile, forward_tile_for, padded_head_dim
+from flash_rosetta.tilelang_impl.tiles import ForwardTile, padded_head_dim, tiles_for
 from flash_rosetta.tilelang_impl.tiling import (
     DTYPES,
     Engine,
@@ -86,7 +86,7 @@ def _recipe(key: LaunchKey) -> Recipe:
     q, k, v = key.layouts
     o = contiguous(*q.shape)
     tma = can_use_tma(problem, q, k, v)
-    tile = forward_tile_for(problem, tma)
+    tile = tiles_for(problem, tma).forward
     factor = abs(problem.scale) * math.log2(math.e)
     if factor < torch.finfo(torch.float32).tiny:
         factor = 0.0

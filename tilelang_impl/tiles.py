@@ -1,16 +1,17 @@
 """Tile sizes by head_dim, operand width and card, with the reason for each number.
 
-Shared memory of a program of the backward, in bytes, for operands of `itemsize` bytes and head_dim
-padded to D (exact fp32 counts twice: each number is held as two):
+Shared memory of a program, in bytes, for operands of `itemsize` bytes and head_dim padded to D
+(exact fp32 counts twice: each number is held as two):
+    forward (tile_q + 2 num_stages tile_k) D itemsize, and tile_q D itemsize for O on Hopper
     dk/dv (2 tile_k + 2 num_stages tile_q) D itemsize
     dq (2 tile_q + 2 num_stages tile_k) D itemsize
-and 2 tile_q tile_k itemsize more where P and dS do not stay in registers. A program may use 227 KB
-on sm_90 and sm_100, 163 KB on sm_80, 99 KB on sm_86, sm_89 and sm_120.
+and tile_q tile_k itemsize more for each of P and dS that does not stay in registers. A program may
+use 227 KB on sm_90 and sm_100, 163 KB on sm_80, 99 KB on sm_86, sm_89 and sm_120.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -39,108 +40,13 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """One tile for each kernel of the backward."""
-
-    dkdv: Tile
-    dq: Tile
-
-
-def padded_head_dim(head_dim: int) -> int:
-    """The power of two, 64 at least, that `head_dim` is padded to in a kernel's tile.
-
-    At least 64, so that few kernels are compiled: each takes seconds.
-    """
-    return max(64, 1 << (head_dim - 1).bit_length())
-
-
-# Measured on an H200 (NOTES.md has the figures). What wins is two to four programs of one
-# warpgroup on each multiprocessor, whose softmax and matrix products fill each other's gaps.
-HOPPER = {
-    64: Tiles(
-        dkdv=Tile(64, 64, 128, num_stages=2, programs=3),  # 49 KB, 168 registers
-        dq=Tile(64, 64, 128, num_stages=2, programs=4),  # 48 KB, 128 registers
-    ),
-    128: Tiles(
-        dkdv=Tile(64, 64, 128, num_stages=2, programs=2, deferred=True),  # 97 KB, 250 registers
-        dq=Tile(64, 64, 128, num_stages=2, programs=2),  # 96 KB, 154 registers
-    ),
-    256: Tiles(
-        # dK and dV of 64 keys fill the registers of two warpgroups, which share each product's
-        # columns; so each has half of P, and both need all of it.
-        dkdv=Tile(64, 64, 256, num_stages=2, in_registers=False),  # 209 KB
-        dq=Tile(128, 32, 256, num_stages=2),  # 192 KB
-    ),
-}
-
-# Everything else: other cards, and on Hopper strides that the copy engine cannot take. Compiled
-# without spills within the 99 KB of sm_89. Not measured.
-PORTABLE = {
-    64: Tiles(
-        dkdv=Tile(32, 64, 128),
-        dq=Tile(64, 32, 128),
-    ),
-    128: Tiles(
-        dkdv=Tile(32, 64, 256, in_registers=False),
-        dq=Tile(64, 32, 128),
-    ),
-    256: Tiles(
-        dkdv=Tile(32, 32, 256, in_registers=False),
-        dq=Tile(32, 32, 256, in_registers=False),
-    ),
-}
-
-# fp32 operands are twice as wide, and what a product leaves in registers is not what the next one
-# takes. For correctness: chosen to compile quickly and to spill nothing, not tuned.
-TF32 = {
-    64: Tiles(
-        dkdv=Tile(32, 32, 128, in_registers=False),
-        dq=Tile(32, 32, 128, in_registers=False),
-    ),
-    128: Tiles(
-        dkdv=Tile(32, 32, 128, in_registers=False),
-        dq=Tile(32, 32, 128, in_registers=False),
-    ),
-    256: Tiles(
-        dkdv=Tile(16, 16, 64, in_registers=False),
-        dq=Tile(16, 16, 64, in_registers=False),
-    ),
-}
-
-FP32 = {
-    64: Tiles(
-        dkdv=Tile(32, 32, 128, in_registers=False),
-        dq=Tile(32, 32, 128, in_registers=False),
-    ),
-    128: Tiles(
-        dkdv=Tile(16, 16, 64, in_registers=False),
-        dq=Tile(16, 16, 64, in_registers=False),
-    ),
-    256: Tiles(
-        dkdv=Tile(16, 16, 64, in_registers=False),
-        dq=Tile(16, 16, 64, in_registers=False),
-    ),
-}
-
-
-def tiles_for(problem: Problem, hopper: bool) -> Tiles:
-    """The backward's tiles for `problem`; `hopper`: with the copy engine and warpgroup products."""
-    if hopper:
-        table = HOPPER
-    elif problem.dtype != torch.float32:
-        table = PORTABLE
-    else:
-        table = TF32 if problem.allow_tf32 else FP32
-    return table[padded_head_dim(problem.head_dim)]
-
-
-@dataclass(frozen=True)
 class ForwardTile:
     """Query rows and key rows that one program of the forward holds at a time.
 
-    A warpgroup of Hopper's kernel owns 64 rows and has `registers` for each thread; the producer's
-    warps keep few. `num_stages`, `programs`: as in `Tile`. `take_turns`: warpgroups start their
-    products one after the other, so that each one's softmax runs beside another's products.
+    `num_stages`, `programs`: as in `Tile`. The rest is Hopper's kernel's: a warpgroup owns 64 rows
+    and has `registers` for each thread, beside the producer's warpgroup, which keeps 24.
+    `take_turns`: warpgroups start their products one after the other, so that each one's softmax
+    runs beside another's products.
     """
 
     tile_q: int
@@ -155,37 +61,117 @@ class ForwardTile:
         return self.tile_q // 64
 
 
-HOPPER_FORWARD = {
-    64: ForwardTile(192, 112, num_stages=3, registers=160, take_turns=True),
-    128: ForwardTile(128, 128, num_stages=2),
-    256: ForwardTile(128, 48, num_stages=2),
+@dataclass(frozen=True)
+class Tiles:
+    """One tile for each kernel."""
+
+    forward: ForwardTile
+    dkdv: Tile
+    dq: Tile
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The power of two, 64 at least, that `head_dim` is padded to in a kernel's tile.
+
+    At least 64, so that few kernels are compiled: each takes seconds.
+    """
+    return max(64, 1 << (head_dim - 1).bit_length())
+
+
+# Measured on an H200 (NOTES.md has the figures). What wins is two to four warpgroups on each
+# multiprocessor, as programs of their own where keys need not be shared, whose softmax and matrix
+# products fill each other's gaps.
+HOPPER = {
+    64: Tiles(
+        forward=ForwardTile(64, 128, num_stages=2, programs=2, registers=232),  # 80 KB
+        dkdv=Tile(64, 64, 128, num_stages=2, programs=3),  # 49 KB, 168 registers
+        dq=Tile(64, 64, 128, num_stages=2, programs=4),  # 48 KB, 128 registers
+    ),
+    128: Tiles(
+        forward=ForwardTile(128, 128, num_stages=2),  # 192 KB
+        dkdv=Tile(64, 64, 128, num_stages=2, programs=2, deferred=True),  # 97 KB, 250 registers
+        dq=Tile(64, 64, 128, num_stages=2, programs=2),  # 96 KB, 154 registers
+    ),
+    256: Tiles(
+        forward=ForwardTile(128, 48, num_stages=2),  # 224 KB
+        # dK and dV of 64 keys fill the registers of two warpgroups, which share each product's
+        # columns; so each has half of P, and both need all of it.
+        dkdv=Tile(64, 64, 256, num_stages=2, in_registers=False),  # 209 KB
+        dq=Tile(128, 32, 256, num_stages=2),  # 192 KB
+    ),
 }
 
-PORTABLE_FORWARD = {
-    64: ForwardTile(64, 64),
-    128: ForwardTile(64, 64),
-    256: ForwardTile(64, 32),
+# Many keys and no mask: three warpgroups that share them. When causal, the two programs win.
+LONG_FORWARD = {64: ForwardTile(192, 128, num_stages=3, registers=160, take_turns=True)}  # 144 KB
+LONG = 2048
+
+# Everything else: other cards, and on Hopper strides that the copy engine cannot take. Compiled
+# without spills within the 99 KB of sm_89. Not measured.
+PORTABLE = {
+    64: Tiles(
+        forward=ForwardTile(64, 64),
+        dkdv=Tile(32, 64, 128),
+        dq=Tile(64, 32, 128),
+    ),
+    128: Tiles(
+        forward=ForwardTile(64, 64),
+        dkdv=Tile(32, 64, 256, in_registers=False),
+        dq=Tile(64, 32, 128),
+    ),
+    256: Tiles(
+        forward=ForwardTile(64, 32),
+        dkdv=Tile(32, 32, 256, in_registers=False),
+        dq=Tile(32, 32, 256, in_registers=False),
+    ),
 }
 
-TF32_FORWARD = {
-    64: ForwardTile(64, 32),
-    128: ForwardTile(64, 16),
-    256: ForwardTile(32, 16),
+# fp32 operands are twice as wide, and what a product leaves in registers is not what the next one
+# takes. For correctness: chosen to compile quickly and to spill nothing, not tuned.
+TF32 = {
+    64: Tiles(
+        forward=ForwardTile(64, 32),
+        dkdv=Tile(32, 32, 128, in_registers=False),
+        dq=Tile(32, 32, 128, in_registers=False),
+    ),
+    128: Tiles(
+        forward=ForwardTile(64, 16),
+        dkdv=Tile(32, 32, 128, in_registers=False),
+        dq=Tile(32, 32, 128, in_registers=False),
+    ),
+    256: Tiles(
+        forward=ForwardTile(32, 16),
+        dkdv=Tile(16, 16, 64, in_registers=False),
+        dq=Tile(16, 16, 64, in_registers=False),
+    ),
 }
 
-FP32_FORWARD = {
-    64: ForwardTile(64, 32),
-    128: ForwardTile(32, 16),
-    256: ForwardTile(16, 16),
+FP32 = {
+    64: Tiles(
+        forward=ForwardTile(64, 32),
+        dkdv=Tile(32, 32, 128, in_registers=False),
+        dq=Tile(32, 32, 128, in_registers=False),
+    ),
+    128: Tiles(
+        forward=ForwardTile(32, 16),
+        dkdv=Tile(16, 16, 64, in_registers=False),
+        dq=Tile(16, 16, 64, in_registers=False),
+    ),
+    256: Tiles(
+        forward=ForwardTile(16, 16),
+        dkdv=Tile(16, 16, 64, in_registers=False),
+        dq=Tile(16, 16, 64, in_registers=False),
+    ),
 }
 
 
-def forward_tile_for(problem: Problem, hopper: bool) -> ForwardTile:
-    """The forward's tile for `problem`; `hopper`: with the copy engine and warpgroup products."""
+def tiles_for(problem: Problem, hopper: bool) -> Tiles:
+    """The tiles that run `problem`; `hopper`: with the copy engine and warpgroup products."""
+    width = padded_head_dim(problem.head_dim)
     if hopper:
-        table = HOPPER_FORWARD
-    elif problem.dtype != torch.float32:
-        table = PORTABLE_FORWARD
-    else:
-        table = TF32_FORWARD if problem.allow_tf32 else FP32_FORWARD
-    return table[padded_head_dim(problem.head_dim)]
+        tiles = HOPPER[width]
+        if width in LONG_FORWARD and problem.seqlen_q >= LONG and not problem.is_causal:
+            tiles = replace(tiles, forward=LONG_FORWARD[width])
+        return tiles
+    if problem.dtype != torch.float32:
+        return PORTABLE[width]
+    return (TF32 if problem.allow_tf32 else FP32)[width]
