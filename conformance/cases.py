@@ -264,13 +264,15 @@ def _value_widths(lane: Lane) -> Iterator[Case]:
 def _layouts(lane: Lane) -> Iterator[Case]:
     """Strides that are not those of a fresh tensor."""
     for layout, mask in zip(LAYOUTS, itertools.cycle((TOP_LEFT, {}))):
-        if layout != "dense":
+        if layout not in ("dense", "lone_strides"):
             problem = lane.problem(num_heads=2, **mask)
             is_quick = layout in ("bshd", "wide_rows", "misaligned_do", "expanded_gradients")
             yield Case(purpose="layout", problem=problem, layout=layout, is_quick=is_quick)
     grouped = lane.problem(num_heads=4, num_kv_heads=2, **TOP_LEFT)
     for layout in ("bshd", "expanded", "wide_rows"):
         yield Case(purpose="layout", problem=grouped, layout=layout)
+    lone = lane.problem(batch=1, num_heads=1, **TOP_LEFT)
+    yield Case(purpose="layout", problem=lone, layout="lone_strides", is_quick=True)
     for dtype, head_dim in itertools.product((FP16, FP32), (lane.head_dim, 2 * lane.head_dim)):
         problem = lane.problem(num_heads=1, dtype=dtype, head_dim=head_dim, **TOP_LEFT)
         yield Case(purpose="layout", problem=problem, layout="wide_rows")
@@ -306,6 +308,8 @@ def _values(lane: Lane) -> Iterator[Case]:
     for values, mask in itertools.product(("peaked8", "peaked64"), ({}, TOP_LEFT)):
         problem = lane.problem(**mask)
         yield Case(purpose="peaked", problem=problem, values=values, is_quick=values == "peaked8")
+    for values, mask in itertools.product(("rising", "falling"), ({}, TOP_LEFT)):
+        yield Case(purpose="ramp", problem=lane.problem(**mask), values=values, is_quick=not mask)
     for mask in ({}, TOP_LEFT):
         yield Case(purpose="huge", problem=lane.problem(**mask), values="matched", is_quick=True)
         bf16 = lane.problem(dtype=BF16, **mask)
@@ -367,6 +371,17 @@ FAMILIES: tuple[Callable[[Lane], Iterator[Case]], ...] = (
 def _peaked(factor: float) -> Callable[[Inputs, Problem], Inputs]:
     def values(x: Inputs, problem: Problem) -> Inputs:
         return x._replace(q=x.q * factor)
+
+    return values
+
+
+def _ramp(first: float, last: float) -> Callable[[Inputs, Problem], Inputs]:
+    """Scores near `first` at the first key to `last` at the last: each tile has a new maximum."""
+
+    def values(x: Inputs, problem: Problem) -> Inputs:
+        level = torch.linspace(first, last, problem.seqlen_k, device=x.k.device)[:, None]
+        k = 0.5 * x.k + level / (problem.scale * problem.head_dim)
+        return x._replace(q=0.5 * x.q + 1, k=k.to(x.k.dtype))
 
     return values
 
@@ -441,6 +456,8 @@ VALUES: dict[str, Callable[[Inputs, Problem], Inputs]] = {
     "undamped": lambda x, problem: x,
     "peaked8": _peaked(8),
     "peaked64": _peaked(64),
+    "rising": _ramp(-60.0, 60.0),
+    "falling": _ramp(60.0, -60.0),
     "matched": _matched,
     "constant": _constant,
 }
@@ -479,6 +496,13 @@ def _head_after_row(t: Tensor) -> Tensor:
 def _columns_first(t: Tensor) -> Tensor:
     """[..., seqlen, head_dim] as a view of [..., head_dim, seqlen]: no stride of 1 along a row."""
     return _dense(t.transpose(-1, -2)).transpose(-1, -2)
+
+
+def _lone_strides(t: Tensor) -> Tensor:
+    """Odd strides in dimensions of one element, where any stride is right."""
+    t = _dense(t)
+    strides = [stride if n > 1 else 3 for n, stride in zip(t.shape, t.stride(), strict=True)]
+    return t.as_strided(t.shape, strides)
 
 
 def _every_other_head(t: Tensor) -> Tensor:
@@ -531,6 +555,7 @@ LAYOUTS: dict[str, Callable[[Inputs], Inputs]] = {
     "misaligned_do": _rows_of("do"),
     "columns_first": _each(_columns_first),
     "every_other_head": _each(_every_other_head),
+    "lone_strides": _each(_lone_strides),
     "expanded": _qkv(_expanded_heads),
     "expanded_gradients": _gradients(_expanded),
 }

@@ -98,16 +98,14 @@ def _recipes(key: LaunchKey) -> tuple[Recipe, Recipe, Recipe]:
     tma = can_use_tma(problem, q, k, v, do, o)
     tiles = tiles_for(problem, tma)
     read_by_both_passes = *(operand(t, tma) for t in (q, k, v, do)), as_is
-    # The kernels for Hopper are compiled without a mask as well. For the others, one that hides
-    # nothing saves a compilation.
-    is_causal = problem.is_causal or not tma
+    # Where nothing is masked, an offset that lets the first query see the last key says so.
     causal_offset = problem.causal_offset if problem.is_causal else problem.seqlen_k
     scalars = problem.scale, problem.scale * math.log2(math.e), causal_offset
     common = {"dtype": DTYPES[problem.dtype], "width": padded_head_dim(problem.head_dim)}
 
-    def options_of(tile: Tile) -> dict:
+    def options_of(tile: Tile, **others: bool) -> dict:
         engine = Engine(tma, tile.threads, parts_of(problem))
-        return {**common, "engine": engine, "tile": tile, "is_causal": is_causal}
+        return {**common, "engine": engine, "tile": tile, **others}
 
     preprocess = Recipe(
         preprocess_kernel,
@@ -121,7 +119,7 @@ def _recipes(key: LaunchKey) -> tuple[Recipe, Recipe, Recipe]:
         key,
         operands=(*read_by_both_passes, operand(dkv, tma), operand(dkv, tma)),
         scalars=scalars,
-        options=options_of(tiles.dkdv),
+        options=options_of(tiles.dkdv, deferred=tiles.dkdv.deferred and not problem.is_causal),
     )
     dq_pass = Recipe(
         dq_kernel,
@@ -190,12 +188,12 @@ def preprocess_kernel(*, dtype: str, width: int, engine: Engine):
     return preprocess
 
 
-def dkdv_kernel(*, dtype: str, width: int, engine: Engine, tile: Tile, is_causal: bool):
+def dkdv_kernel(*, dtype: str, width: int, engine: Engine, tile: Tile, deferred: bool):
+    """`deferred`: nothing is masked, and see `Tile`."""
     batch_size, num_heads, num_kv_heads, seqlen_q, seqlen_k, head_dim, padded_rows = sizes()
     q_shape = batch_size, num_heads, seqlen_q, head_dim
     k_shape = batch_size, num_kv_heads, seqlen_k, head_dim
     tile_q, tile_k, num_stages = tile.tile_q, tile.tile_k, tile.num_stages
-    deferred = tile.deferred and not is_causal
     policy = policy_of(tile, engine)
 
     @T.macro
@@ -249,11 +247,10 @@ def dkdv_kernel(*, dtype: str, width: int, engine: Engine, tile: Tile, is_causal
             batch = T.alloc_var("int32", init=own_batch)
 
             # No query before `first` sees a key of the tile; from `full` on, each sees all of them.
-            first = T.alloc_var("int32", init=0)
-            full = T.alloc_var("int32", init=0)
-            if is_causal:
-                first = T.max(k_start - causal_offset, 0) // tile_q * tile_q
-                full = k_start + tile_k - 1 - causal_offset
+            first = T.alloc_var("int32")
+            first = T.max(k_start - causal_offset, 0) // tile_q * tile_q
+            full = k_start + tile_k - 1 - causal_offset
+            # The query heads of the group follow each other in one loop, and the ring runs through.
             group_size = T.truncdiv(num_heads, num_kv_heads)
             visits_of_one_head = T.max(T.ceildiv(seqlen_q - first, tile_q), 0)
             num_visits = T.alloc_var("int32", init=visits_of_one_head * group_size)
@@ -293,7 +290,7 @@ def dkdv_kernel(*, dtype: str, width: int, engine: Engine, tile: Tile, is_causal
                 for i, j in T.Parallel(tile_k, tile_q):
                     s_t[i, j] = T.exp2(s_t[i, j] * scale_log2 - stats_tiles[slot, 0, j])
                 await_products(engine, 0, dp_t)
-                if is_causal:
+                if not deferred:
                     if q_start < full:
                         for i, j in T.Parallel(tile_k, tile_q):
                             s_t[i, j] = T.if_then_else(
@@ -330,7 +327,7 @@ def dkdv_kernel(*, dtype: str, width: int, engine: Engine, tile: Tile, is_causal
     return dkdv
 
 
-def dq_kernel(*, dtype: str, width: int, engine: Engine, tile: Tile, is_causal: bool):
+def dq_kernel(*, dtype: str, width: int, engine: Engine, tile: Tile):
     batch_size, num_heads, num_kv_heads, seqlen_q, seqlen_k, head_dim, padded_rows = sizes()
     q_shape = batch_size, num_heads, seqlen_q, head_dim
     k_shape = batch_size, num_kv_heads, seqlen_k, head_dim
@@ -367,20 +364,16 @@ def dq_kernel(*, dtype: str, width: int, engine: Engine, tile: Tile, is_causal: 
 
             num_tiles = T.ceildiv(seqlen_q, tile_q)
             number, own_head, own_batch = owned_by(program, num_tiles, num_heads)
-            q_start = T.alloc_var("int32", init=number * tile_q)
-            if is_causal:  # the last query tile sees the most keys: it starts first
-                q_start = (num_tiles - 1 - number) * tile_q
+            # In a causal problem the last query tile sees the most keys: it starts first.
+            q_start = T.alloc_var("int32", init=(num_tiles - 1 - number) * tile_q)
             head = T.alloc_var("int32", init=own_head)
             batch = T.alloc_var("int32", init=own_batch)
             group_size = T.truncdiv(num_heads, num_kv_heads)
             kv_head = T.alloc_var("int32", init=T.truncdiv(head, group_size))
 
             # Each row sees keys [0, full), none sees a key past `end`.
-            full = T.alloc_var("int32", init=seqlen_k)
-            end = T.alloc_var("int32", init=seqlen_k)
-            if is_causal:
-                full = T.min(seqlen_k, q_start + causal_offset + 1)
-                end = T.max(T.min(seqlen_k, q_start + causal_offset + tile_q), 0)
+            full = T.min(seqlen_k, q_start + causal_offset + 1)
+            end = T.max(T.min(seqlen_k, q_start + causal_offset + tile_q), 0)
             num_visits = T.alloc_var("int32", init=T.ceildiv(end, tile_k))
 
             load_tile(engine, q, batch, head, q_start, q_tile, 0, filled_q)
@@ -411,14 +404,11 @@ def dq_kernel(*, dtype: str, width: int, engine: Engine, tile: Tile, is_causal: 
                 await_products(engine, 0, dp)
                 if k_start + tile_k > full:
                     for i, j in T.Parallel(tile_q, tile_k):
-                        if is_causal:
-                            s[i, j] = T.if_then_else(
-                                k_start + j < T.min(seqlen_k, q_start + i + causal_offset + 1),
-                                s[i, j],
-                                0.0,
-                            )
-                        else:
-                            s[i, j] = T.if_then_else(k_start + j < seqlen_k, s[i, j], 0.0)
+                        s[i, j] = T.if_then_else(
+                            k_start + j < T.min(seqlen_k, q_start + i + causal_offset + 1),
+                            s[i, j],
+                            0.0,
+                        )
                 for i, j in T.Parallel(tile_q, tile_k):
                     set_operand(engine, tile, ds, i, j, s[i, j] * (dp[i, j] - delta_rows[i]))
                 publish(engine, tile)

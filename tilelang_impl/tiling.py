@@ -54,18 +54,22 @@ def can_use_tma(problem: Problem, *inputs: Layout) -> bool:
         if last != 1 or layout.misalignment:
             return False
         for size, stride in zip(layout.shape, strides, strict=False):
-            if size > 1 and (stride * itemsize % 16 or not 0 < stride * itemsize < 1 << 40):
+            if size > 1 and not _can_step(stride):
                 return False
     return True
 
 
+def _can_step(stride: int) -> bool:
+    """Whether the copy engine takes a stride, counted in elements of 16 bits."""
+    return stride % 8 == 0 and 0 < stride < 1 << 39
+
+
 def operand(layout: Layout, tma: bool) -> Callable[[Tensor], Tensor]:
     """What makes a kernel's argument of a tensor laid out so."""
-    if not tma or all(size > 1 for size in layout.shape[:3]):
+    if not tma or all(map(_can_step, layout.stride[:3])):
         return as_is
-    # A dimension of one element may have any stride; the copy engine wants multiples of 16 bytes.
-    pairs = zip(layout.shape[:3], layout.stride[:3], strict=True)
-    strides = [stride if size > 1 else 16 for size, stride in pairs]
+    # In a dimension of one element the tensor may have any stride, and the copy engine still not.
+    strides = [stride if _can_step(stride) else 8 for stride in layout.stride[:3]]
     return lambda t: t.as_strided(layout.shape, [*strides, 1])
 
 
