@@ -90,12 +90,33 @@ def test_the_op_is_seen_by_whoever_must_see_it(backend: str, lane: Lane, device:
         assert isinstance(call(q), FakeTensor)
     called = [node.target for node in make_fx(call)(q).graph.nodes if node.op == "call_function"]
     assert torch.ops.flash_rosetta.forward.default in called
-    with pytest.raises(RuntimeError, match="functorch"):  # or a gradient of zero, silently
-        torch.func.grad(lambda q: call(q).sum())(q)
     lazily_negative = torch.complex(torch.zeros_like(q.float()), -q.float()).conj().imag
     assert lazily_negative.is_neg()
     q, k, v = q.float(), k.float(), v.float()
     assert torch.equal(call(lazily_negative), call(q))
+
+
+def test_functional_gradients(backend: str, lane: Lane, device: torch.device):
+    """`torch.func.vjp` gives what autograd gives; what it cannot give raises, and is not zero."""
+    problem = lane.problem(num_heads=2, num_kv_heads=1, **TOP_LEFT)
+    x = dense(problem, device)
+    want = checks.run(backend, x, problem, gradients=GRADIENTS)  # or skip
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return flash_rosetta.attention(q, k, v, is_causal=True, return_lse=True, backend=backend)
+
+    def loss(q: Tensor) -> Tensor:
+        return call(q, x.k, x.v)[0].square().sum()
+
+    outputs, vjp = torch.func.vjp(call, *x[:3])
+    for name, tensor in zip(("o", "lse", *GRADIENTS), (*outputs, *vjp(x[3:])), strict=True):
+        assert torch.equal(tensor, want[name]), f"{name} differs from autograd's"
+    with pytest.raises(NotImplementedError, match="once"):
+        torch.func.grad(lambda q: torch.func.grad(loss)(q).sum())(x.q)
+    with pytest.raises(NotImplementedError, match="batching rule"):
+        torch.func.vmap(lambda q: call(q[None], x.k[:1], x.v[:1])[0])(x.q)
+    with pytest.raises(NotImplementedError, match="batching rule"):
+        torch.func.jacrev(lambda q: call(q, x.k, x.v)[0].sum((0, 1, 2)))(x.q)
 
 
 def test_forward_mode_raises(backend: str, lane: Lane, device: torch.device):
