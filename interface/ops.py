@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import cast
 
 import torch
@@ -252,21 +252,19 @@ def _refuse_vmap(info, in_dims, *args):
     )
 
 
+class _TransformedBackward(torch.autograd.Function):
+    forward = staticmethod(backward)
+    setup_context = staticmethod(lambda ctx, inputs, output: None)
+    backward = staticmethod(_refuse)
+    vmap = staticmethod(_refuse_vmap)
+
+
 class _Transformed(torch.autograd.Function):
     """The forward op under torch.func.grad and vjp, which no custom op can go through itself."""
 
     forward = staticmethod(forward)
     setup_context = staticmethod(_save_for_backward)
-    backward = staticmethod(
-        lambda ctx, *grads: _differentiate(ctx, *grads, _TransformedBackward.apply)
-    )
-    vmap = staticmethod(_refuse_vmap)
-
-
-class _TransformedBackward(torch.autograd.Function):
-    forward = staticmethod(backward)
-    setup_context = staticmethod(lambda ctx, inputs, output: None)
-    backward = staticmethod(_refuse)
+    backward = staticmethod(partial(_differentiate, backward=_TransformedBackward.apply))
     vmap = staticmethod(_refuse_vmap)
 
 
