@@ -69,7 +69,7 @@ class Lane:
     middle of one, `largest_tile` the most rows or keys of a tile, `edges` the sizes around each
     tile boundary in use, by head_dim, `dtypes` the head_dims for each (dtype, allow_tf32).
     `examples` is how many problems a property is tried on, `repeats` how often equal calls must
-    give equal bits.
+    give equal bits, `lengths` what one compilation must serve.
     """
 
     name: str
@@ -90,6 +90,7 @@ class Lane:
     random: int = 0
     examples: int = 0
     repeats: int = 1
+    lengths: tuple[int, ...] = (128, 196, 1000)
     scales: tuple[float, ...] = (0.0, -0.5, 3e-3, 4.0, -16.0)
 
     def problem(self, seqlen_q: int = 0, seqlen_k: int = 0, **changes: Any) -> Problem:
@@ -150,7 +151,7 @@ GPU = Lane(
     ),
     many=((70000, 1), (1, 70000)),
     random=24,
-    examples=12,
+    examples=25,
     repeats=100,
 )
 
@@ -180,7 +181,7 @@ CPU = Lane(
     ),
     many=((400, 1), (1, 400)),
     random=40,
-    examples=12,
+    examples=25,
     repeats=100,
 )
 
@@ -206,8 +207,9 @@ INTERPRETER = Lane(
         (BF16, False): (16,),
     },
     random=12,
-    examples=2,
+    examples=5,
     repeats=4,
+    lengths=(32, 49, 100),
     scales=(0.0, -0.5, -16.0),
 )
 

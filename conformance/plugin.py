@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import ast
 import os
+from collections import defaultdict
 from collections.abc import Iterator
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 
 import pytest
@@ -200,6 +201,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(("backend", "case"), pairs, ids=ids)
 
 
+@lru_cache
 def _is_ours(path: Path) -> bool:
     return path.parent.resolve() == HERE
 
@@ -215,8 +217,11 @@ def _backend_of(item: pytest.Item) -> str | None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     suite = config.stash[SUITE]
     is_partial = suite.is_quick or suite.problem is not None
+    about: defaultdict[str | None, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        about[_backend_of(item)].append(item)
     for name in suite.backends:
-        _expect_failures(name, [i for i in items if _backend_of(i) == name], is_partial)
+        _expect_failures(name, about[name], is_partial)
     left_out = [item for item in items if _is_left_out(suite, item)]
     config.hook.pytest_deselected(items=left_out)
     dropped = set(left_out)
@@ -269,6 +274,7 @@ def _expect_failures(name: str, items: list[pytest.Item], is_partial: bool) -> N
         )
 
 
+@lru_cache
 def _test_functions() -> set[str]:
     """The names of every test function of the suite, collected in this run or not."""
     return {

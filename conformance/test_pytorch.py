@@ -37,7 +37,7 @@ def compiler(device: torch.device) -> str:
 
 @pytest.mark.limit(COMPILE_LIMIT_S)
 def test_compiles_whole_with_dynamic_lengths(backend: str, lane: Lane, device: torch.device):
-    """One graph, compiled once, serves lengths that it was not compiled for."""
+    """One graph, compiled once, serves lengths that it was not compiled for, odd ones too."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()
@@ -50,8 +50,8 @@ def test_compiles_whole_with_dynamic_lengths(backend: str, lane: Lane, device: t
         )
         return o * 2, lse + 1
 
-    for seqlen in (lane.seqlen, lane.seqlen + 19, lane.seqlen - 5):
-        problem = lane.problem(seqlen, **TOP_LEFT)
+    for seqlen in lane.lengths:
+        problem = lane.problem(seqlen, batch=1, num_heads=1, **TOP_LEFT)
         x = problem.inputs(device)
         q, k, v = with_gradients(x)
         checks.attention(backend, q, k, v, is_causal=True)  # or skip
@@ -217,7 +217,10 @@ def test_autocast_leaves_fp64_and_its_own_dtype_alone(
         assert torch.equal(checks.attention(backend, x.q, x.k, x.v), plain)
 
 
-def test_checkpoint_recomputes_the_same(backend: str, lane: Lane, device: torch.device):
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["modern", "reentrant"])
+def test_checkpoint_recomputes_the_same(
+    backend: str, lane: Lane, device: torch.device, use_reentrant: bool
+):
     problem = lane.problem(**TOP_LEFT)
     x = dense(problem, device)
     q, k, v = with_gradients(x)
@@ -225,10 +228,47 @@ def test_checkpoint_recomputes_the_same(backend: str, lane: Lane, device: torch.
     def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return checks.attention(backend, q, k, v, is_causal=True, return_lse=True)
 
-    o, lse = checkpoint(call, q, k, v, use_reentrant=False)
-    grads = torch.autograd.grad((o, lse), (q, k, v), (x.do, x.dlse))
-    got = checks.Outputs(o.detach(), lse.detach(), *grads)
+    o, lse = checkpoint(call, q, k, v, use_reentrant=use_reentrant)
+    torch.autograd.backward((o, lse), (x.do, x.dlse))
+    got = checks.Outputs(o.detach(), lse.detach(), q.grad, k.grad, v.grad)
     checks.compare(backend, got, x, problem, label="checkpoint")
+
+
+class Attend(torch.nn.Module):
+    """A projection to packed q, k and v, and attention."""
+
+    def __init__(self, problem: Problem, device: torch.device, backend: str):
+        super().__init__()
+        self.problem, self.backend = problem, backend
+        width = problem.num_heads * problem.head_dim
+        self.qkv = torch.nn.Linear(width, 3 * width, device=device, dtype=problem.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = self.qkv(x).unflatten(-1, (3, self.problem.num_heads, self.problem.head_dim))
+        q, k, v = packed.transpose(1, 3).unbind(2)
+        return checks.attention(self.backend, q, k, v, is_causal=True)
+
+
+def test_distributed_data_parallel(backend: str, lane: Lane, device: torch.device):
+    """A wrapped module on one process has the gradients of the bare one, to the bit."""
+    if not torch.distributed.is_available() or torch.distributed.is_initialized():
+        pytest.skip("needs torch.distributed, with no process group yet")
+    problem = lane.problem(num_heads=2, **TOP_LEFT)
+    module = Attend(problem, device, backend)
+    x = torch.randn(2, problem.seqlen_q, module.qkv.in_features, device=device).to(problem.dtype)
+    module(x).square().sum().backward()
+    bare = [p.grad for p in module.parameters()]
+    module.zero_grad(set_to_none=True)
+    collective = "nccl" if device.type == "cuda" else "gloo"
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group(collective, store=store, rank=0, world_size=1)
+    try:
+        wrapped = torch.nn.parallel.DistributedDataParallel(module)
+        wrapped(x).square().sum().backward()
+        for parameter, want in zip(module.parameters(), bare, strict=True):
+            assert torch.equal(parameter.grad, want)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_a_retained_graph_gives_the_same_again(backend: str, lane: Lane, device: torch.device):

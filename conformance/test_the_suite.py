@@ -2,17 +2,20 @@
 
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
+import hypothesis
 import pytest
 import torch
 
+import flash_rosetta
 from flash_rosetta import Problem
-from flash_rosetta.conformance import cases, checks, kill_table
+from flash_rosetta.conformance import cases, checks, kill_table, test_laws
 from flash_rosetta.conformance.kill_table import Kill
 from flash_rosetta.conformance.mutants import MUTANTS, forward_on
 from flash_rosetta.conformance.nested import run_suite
-from flash_rosetta.conformance.planting import UNBROKEN, Edit, Mutant
+from flash_rosetta.conformance.planting import UNBROKEN, Edit, InterfaceMutant, Mutant, Test
 from flash_rosetta.conformance.poison import poisoned_memory
 from flash_rosetta.conformance.tilemap import tile_map
 from flash_rosetta.reference import backend as reference
@@ -33,6 +36,90 @@ def test_a_planted_fault_is_caught_by_its_test(kills: dict[str, Kill], mutant: M
     if reason := mutant.why_not_hunted("cpu"):
         pytest.skip(reason)
     assert kills[mutant.name].is_clean, kill_table.kill_table([kills[mutant.name]])
+
+
+def test_the_catalogue_is_whole():
+    assert len(MUTANTS) >= 40
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+    assert all(mutant.stands_for and mutant.caught_by for mutant in MUTANTS)
+    hunted = {type(m) for m in MUTANTS if not m.why_not_hunted("cpu")}
+    assert {Mutant, InterfaceMutant} <= hunted
+
+
+PLAIN_TOLERANCE = 0.07
+"""Absolute, on o and gradients whose largest elements are near 4; some suites allow 0.9."""
+
+
+class Plain:
+    """A long causal problem, and the largest absolute errors of mutants on it."""
+
+    def __init__(self) -> None:
+        self.problem = Problem(batch=1, num_heads=1, seqlen_q=1024, head_dim=32, is_causal=True)
+        self.x = self.problem.inputs()._replace(dlse=torch.zeros(1, 1, 1024))
+        self.want = checks.expected(self.x, self.problem, gradients=("dq", "dk", "dv"))
+
+    @lru_cache  # noqa: B019
+    def outputs(self, mutant: Mutant) -> checks.Outputs:
+        o, lse = mutant.forward(*self.x[:3], self.problem)
+        grads = mutant.backward(self.x.do, None, *self.x[:3], o, lse, self.problem)
+        return checks.Outputs(o, lse, *grads)
+
+    def largest_error(self, mutant: Mutant, name: str) -> float:
+        return float((self.outputs(mutant)[name].double() - self.want[name]).abs().max())
+
+
+@pytest.fixture(scope="module")
+def plain() -> Plain:
+    return Plain()
+
+
+@pytest.mark.parametrize("name", ["o", "dq", "dk", "dv"])
+@pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.passes_max_abs], ids=lambda m: m.name)
+def test_a_plain_tolerance_lets_it_through(plain: Plain, mutant: Mutant, name: str):
+    """Which is why errors are judged row by row: the largest of a tensor hides them."""
+    assert plain.largest_error(mutant, name) < PLAIN_TOLERANCE
+
+
+def test_a_fault_in_the_interface_goes_when_it_is_taken_out():
+    mutant = next(m for m in MUTANTS if m.name == "autocast_ignored")
+    q = torch.zeros(1, 1, 2, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        with mutant.planted():
+            assert flash_rosetta.attention(q, q, q, backend="reference").dtype == torch.float32
+        assert flash_rosetta.attention(q, q, q, backend="reference").dtype == torch.bfloat16
+
+
+LAWS = {
+    "test_permuting_keys_changes_nothing": "no_rescale",
+    "test_shifting_scores_shifts_lse_alone": "base_2_lse",
+    "test_o_is_linear_in_v": "o_clamped",
+    "test_later_keys_do_not_matter": "one_future_key_in_late_rows",
+    "test_groups_equal_heads_repeated": "kv_head_by_modulo",
+    "test_parts_merged_by_lse_equal_the_whole": "lse_in_low_precision",
+    "test_the_gradient_of_a_sum_in_v_counts_rows": "p_unmasked_in_the_backward",
+}
+"""Law -> a planted fault that breaks it."""
+
+CLAMPED = Mutant(
+    "o_clamped", "nothing", None, [Edit("o_tile = (acc / l)", "o_tile = (acc / l).clamp(-1, 1)")]
+)
+
+
+@pytest.mark.thorough
+def test_every_law_is_broken_by_a_fault():
+    named = {mutant.name: mutant for mutant in (*MUTANTS, CLAMPED)}
+    usual = hypothesis.settings.default
+    hypothesis.settings.register_profile("hunt", phases=[hypothesis.Phase.generate])  # no shrinking
+    hypothesis.settings.load_profile("hunt")
+    try:
+        kills = kill_table.hunt(
+            [replace(named[n], caught_by=Test("test_laws.py", law)) for law, n in LAWS.items()]
+        )
+    finally:
+        hypothesis.settings.register_profile("usual", usual)
+        hypothesis.settings.load_profile("usual")
+    assert all(kill.is_clean for kill in kills), kill_table.kill_table(kills)
+    assert set(LAWS) == {name for name in vars(test_laws) if name.startswith("test_")}
 
 
 def test_an_edit_that_no_longer_fits_is_an_error():
