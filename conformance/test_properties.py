@@ -91,6 +91,7 @@ def test_heads_and_batches_do_not_mix(backend: str, lane: Lane, device: torch.de
         assert_agree(problem, name, tensor, got[name][1:, 1:])
 
 
+@pytest.mark.capability("rows_without_keys")
 def test_rows_without_keys(backend: str, lane: Lane, device: torch.device):
     """o = 0, lse = -inf, dq = 0, exactly, whatever comes back through them."""
     problem = lane.problem(lane.seqlen + lane.seqlen // 2, lane.seqlen, **BOTTOM_RIGHT)
@@ -175,6 +176,7 @@ def test_nan_in_keys_that_no_row_sees(backend: str, lane: Lane, device: torch.de
     assert not got["dv"][:, :, unseen].any()
 
 
+@pytest.mark.capability("deterministic")
 def test_repeats_bit_for_bit(backend: str, lane: Lane, device: torch.device, monkeypatch):
     """As deterministic problems promise; many programs at once, to give races a chance."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -230,6 +232,7 @@ def memory_for_far_rows(problem: Problem, device: torch.device) -> torch.Tensor:
         pytest.skip(f"needs 8 GiB of address space: {error}")
 
 
+@pytest.mark.capability("64_bit_offsets")
 @pytest.mark.thorough
 @pytest.mark.parametrize("start", [0, 1], ids=["aligned", "misaligned"])
 def test_offsets_beyond_31_bits_in_the_inputs(
@@ -252,6 +255,7 @@ def test_offsets_beyond_31_bits_in_the_inputs(
     checks.compare(backend, got, x, problem, label="rows 2^23 elements apart")
 
 
+@pytest.mark.capability("64_bit_offsets")
 @pytest.mark.thorough
 def test_offsets_beyond_31_bits_in_the_outputs(backend: str, lane: Lane, gpu: torch.device):
     """o and dq of over 2^31 elements, from inputs that one head repeats."""

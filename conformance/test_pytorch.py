@@ -1,5 +1,6 @@
 """How a backend lives with the rest of PyTorch: compiler, autocast, streams, graphs, devices."""
 
+import sys
 import threading
 from dataclasses import replace
 
@@ -35,6 +36,7 @@ def compiler(device: torch.device) -> str:
     return "inductor" if device.type == "cuda" else "aot_eager"
 
 
+@pytest.mark.capability("compile")
 @pytest.mark.limit(COMPILE_LIMIT_S)
 def test_compiles_whole_with_dynamic_lengths(backend: str, lane: Lane, device: torch.device):
     """One graph, compiled once, serves lengths that it was not compiled for, odd ones too."""
@@ -65,6 +67,7 @@ def test_compiles_whole_with_dynamic_lengths(backend: str, lane: Lane, device: t
     torch._dynamo.reset()
 
 
+@pytest.mark.capability("compile")
 @pytest.mark.limit(COMPILE_LIMIT_S)
 def test_opcheck(backend: str, lane: Lane, device: torch.device):
     """Schema, fake tensors, autograd registration and traced gradients of both custom ops."""
@@ -105,6 +108,7 @@ def test_the_op_is_seen_by_whoever_must_see_it(backend: str, lane: Lane, device:
     assert torch.equal(call(lazily_negative), call(q))
 
 
+@pytest.mark.capability("torch.func")
 def test_functional_gradients(backend: str, lane: Lane, device: torch.device):
     """`torch.func.vjp` gives what autograd gives; what it cannot give raises, and is not zero."""
     problem = lane.problem(num_heads=2, num_kv_heads=1, **TOP_LEFT)
@@ -145,6 +149,7 @@ def test_meta_tensors_have_shapes():
     assert (o.shape, lse.shape) == (q.shape, q.shape[:3])
 
 
+@pytest.mark.capability("compile")
 @pytest.mark.limit(COMPILE_LIMIT_S)
 def test_compiles_with_a_scale_that_changes(backend: str, lane: Lane, device: torch.device):
     problem = lane.problem(num_heads=1)
@@ -161,6 +166,7 @@ def test_compiles_with_a_scale_that_changes(backend: str, lane: Lane, device: to
     torch._dynamo.reset()
 
 
+@pytest.mark.capability("compile", "autocast")
 @pytest.mark.limit(COMPILE_LIMIT_S)
 def test_compiles_under_autocast(backend: str, lane: Lane, device: torch.device):
     """Autocast around the compiled function, and inside it."""
@@ -189,6 +195,7 @@ def test_compiles_under_autocast(backend: str, lane: Lane, device: torch.device)
     torch._dynamo.reset()
 
 
+@pytest.mark.capability("autocast")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_autocast_casts_as_sdpa_does(
     backend: str, lane: Lane, device: torch.device, dtype: torch.dtype
@@ -208,6 +215,7 @@ def test_autocast_casts_as_sdpa_does(
     checks.compare(backend, got, low, replace(problem, dtype=dtype), label="autocast")
 
 
+@pytest.mark.capability("autocast")
 def test_autocast_leaves_fp64_and_its_own_dtype_alone(
     backend: str, lane: Lane, device: torch.device
 ):
@@ -217,6 +225,7 @@ def test_autocast_leaves_fp64_and_its_own_dtype_alone(
         assert torch.equal(checks.attention(backend, x.q, x.k, x.v), plain)
 
 
+@pytest.mark.capability("checkpoint")
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["modern", "reentrant"])
 def test_checkpoint_recomputes_the_same(
     backend: str, lane: Lane, device: torch.device, use_reentrant: bool
@@ -249,7 +258,10 @@ class Attend(torch.nn.Module):
         return checks.attention(self.backend, q, k, v, is_causal=True)
 
 
-def test_distributed_data_parallel(backend: str, lane: Lane, device: torch.device):
+@pytest.mark.capability("distributed")
+def test_distributed_data_parallel(
+    backend: str, lane: Lane, device: torch.device, monkeypatch: pytest.MonkeyPatch
+):
     """A wrapped module on one process has the gradients of the bare one, to the bit."""
     if not torch.distributed.is_available() or torch.distributed.is_initialized():
         pytest.skip("needs torch.distributed, with no process group yet")
@@ -261,6 +273,7 @@ def test_distributed_data_parallel(backend: str, lane: Lane, device: torch.devic
     module.zero_grad(set_to_none=True)
     collective = "nccl" if device.type == "cuda" else "gloo"
     store = torch.distributed.HashStore()
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # a process group replaces it
     torch.distributed.init_process_group(collective, store=store, rank=0, world_size=1)
     try:
         wrapped = torch.nn.parallel.DistributedDataParallel(module)
@@ -292,6 +305,7 @@ def test_without_gradients(backend: str, lane: Lane, device: torch.device, mode:
     assert torch.equal(o, checks.attention(backend, x.q, x.k, x.v))
 
 
+@pytest.mark.capability("gradient_of_lse")
 @pytest.mark.parametrize("through", ["o", "lse"])
 def test_gradient_of_one_output(backend: str, lane: Lane, device: torch.device, through: str):
     case = Case(purpose=f"only_{through}", problem=lane.problem(**TOP_LEFT))
@@ -335,6 +349,7 @@ def test_threads_do_not_disturb_each_other(backend: str, lane: Lane, device: tor
         checks.compare(backend, results[i], x, problem, label=f"thread {i}")
 
 
+@pytest.mark.capability("deterministic")
 def test_deterministic_algorithms(
     backend: str, lane: Lane, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ):
@@ -346,6 +361,7 @@ def test_deterministic_algorithms(
     )
 
 
+@pytest.mark.capability("streams")
 def test_runs_on_the_current_stream(backend: str, lane: Lane, gpu: torch.device):
     """Inputs written late on a side stream are read after, not before, they are written."""
     problem = lane.problem(**TOP_LEFT)
@@ -366,6 +382,7 @@ def test_runs_on_the_current_stream(backend: str, lane: Lane, gpu: torch.device)
     checks.compare(backend, got, x, problem, label="side stream")
 
 
+@pytest.mark.capability("graphs")
 def test_graph_capture_and_replay(backend: str, lane: Lane, gpu: torch.device):
     """Forward and backward recorded once, replayed on other numbers."""
     problem = lane.problem(**TOP_LEFT)
@@ -398,6 +415,7 @@ def dense_from_seed(problem: Problem, device: torch.device, seed: int) -> Inputs
     return LAYOUTS["dense"](problem.inputs(device, seed))
 
 
+@pytest.mark.capability("other_device")
 def test_a_device_that_is_not_the_current_one(backend: str, lane: Lane, gpu: torch.device):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
@@ -406,6 +424,7 @@ def test_a_device_that_is_not_the_current_one(backend: str, lane: Lane, gpu: tor
     checks.solves(backend, case, other, gradients=GRADIENTS)
 
 
+@pytest.mark.capability("linear_memory")
 @pytest.mark.thorough
 def test_memory_grows_linearly(backend: str, lane: Lane, gpu: torch.device):
     """Twice the length takes at most twice the memory, and a bit, beyond the inputs."""

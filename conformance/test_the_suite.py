@@ -1,9 +1,13 @@
 """The suite judged: it must notice planted faults, and nothing in it may vanish unnoticed."""
 
+import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from pathlib import Path
+from xml.etree import ElementTree
 
 import hypothesis
 import pytest
@@ -11,10 +15,10 @@ import torch
 
 import flash_rosetta
 from flash_rosetta import Problem
-from flash_rosetta.conformance import cases, checks, kill_table, test_laws
+from flash_rosetta.conformance import capabilities, cases, checks, kill_table, test_laws
 from flash_rosetta.conformance.kill_table import Kill
 from flash_rosetta.conformance.mutants import MUTANTS, forward_on
-from flash_rosetta.conformance.nested import run_suite
+from flash_rosetta.conformance.nested import registered, run_suite
 from flash_rosetta.conformance.planting import UNBROKEN, Edit, InterfaceMutant, Mutant, Test
 from flash_rosetta.conformance.poison import poisoned_memory
 from flash_rosetta.conformance.tilemap import tile_map
@@ -81,7 +85,7 @@ def test_a_plain_tolerance_lets_it_through(plain: Plain, mutant: Mutant, name: s
 
 
 def test_a_fault_in_the_interface_goes_when_it_is_taken_out():
-    mutant = next(m for m in MUTANTS if m.name == "autocast_ignored")
+    mutant = named("autocast_ignored")
     q = torch.zeros(1, 1, 2, 8)
     with torch.autocast("cpu", torch.bfloat16):
         with mutant.planted():
@@ -105,15 +109,18 @@ CLAMPED = Mutant(
 )
 
 
+def named(name: str) -> Mutant:
+    return next(mutant for mutant in (*MUTANTS, CLAMPED) if mutant.name == name)
+
+
 @pytest.mark.thorough
 def test_every_law_is_broken_by_a_fault():
-    named = {mutant.name: mutant for mutant in (*MUTANTS, CLAMPED)}
     usual = hypothesis.settings.default
     hypothesis.settings.register_profile("hunt", phases=[hypothesis.Phase.generate])  # no shrinking
     hypothesis.settings.load_profile("hunt")
     try:
         kills = kill_table.hunt(
-            [replace(named[n], caught_by=Test("test_laws.py", law)) for law, n in LAWS.items()]
+            [replace(named(n), caught_by=Test("test_laws.py", law)) for law, n in LAWS.items()]
         )
     finally:
         hypothesis.settings.register_profile("usual", usual)
@@ -152,6 +159,7 @@ class Named:
     name: str
     expected_failures: dict[str, str] = field(default_factory=dict)
     refusals: list[str] = field(default_factory=list)
+    capabilities: set[str] | None = None
 
     def why_not(self, problem: Problem) -> list[str]:
         return self.refusals
@@ -199,8 +207,7 @@ def test_an_expected_failure_must_exist_and_fail(
 
 
 def test_an_expected_failure_that_fails_is_no_failure():
-    broken = MUTANTS[2]
-    assert broken.name == "base_2_lse"
+    broken = named("base_2_lse")
 
     class Known(Mutant):
         expected_failures = {"test_o_and_lse": "lse is in base 2"}  # noqa: RUF012
@@ -209,6 +216,58 @@ def test_an_expected_failure_that_fails_is_no_failure():
     status, printed = run_suite([known], FORWARD, *SMALL)
     assert status == pytest.ExitCode.OK, printed
     assert "xfailed" in printed
+
+
+EVERY = set(capabilities.OF_A_PROBLEM)
+
+
+@pytest.mark.parametrize(
+    ("declared", "refusals", "words"),
+    [
+        (None, [], None),
+        (EVERY, [], None),
+        (EVERY - {"backward"}, [], "'backward' is accepted and not declared"),
+        (EVERY | {"sorcery"}, [], "'sorcery' is no capability"),
+        (EVERY, ["never"], "'fp16' is declared and refused: never"),
+    ],
+)
+def test_a_declared_capability_is_held_to(
+    declared: set[str] | None, refusals: list[str], words: str | None
+):
+    backend = Named("keen", refusals=refusals, capabilities=declared)
+    with registered([backend]):
+        found = capabilities.contradictions("keen", cases.CPU, torch.device("cpu"))
+    assert bool(found) == (words is not None)
+    assert words is None or any(words in line for line in found)
+    status, _ = run_suite([backend], FORWARD, *SMALL)
+    is_refused = status == pytest.ExitCode.USAGE_ERROR
+    assert is_refused == (words is not None)
+
+
+@pytest.mark.parametrize("name", sorted(EVERY))
+def test_an_example_asks_for_its_capability(name: str):
+    problem = replace(cases.CPU.problem(5), **capabilities.OF_A_PROBLEM[name].example)
+    assert name in capabilities.asked_by(problem)
+
+
+def test_reports_for_machines(tmp_path: Path):
+    as_json, as_xml = tmp_path / "run.json", tmp_path / "run.xml"
+    options = [*SMALL, "--json", str(as_json), "--junitxml", str(as_xml)]
+    broken = named("base_2_lse")
+    status, printed = run_suite([broken, Named("keen")], FORWARD, *options)
+    assert status == pytest.ExitCode.TESTS_FAILED
+    report = json.loads(as_json.read_text())
+    assert report["exit_status"] == status
+    assert report["machine"]["torch"] == torch.__version__
+    assert report["backends"]["keen"]["failures"] == []
+    tally = report["backends"]["base_2_lse"]
+    assert tally["outcomes"]["failed"] == len(tally["failures"]) > 0
+    assert "lse: absolute error" in tally["failures"][0]["message"]
+    by_capability = tally["by_capability"]
+    assert sum(by_capability["bf16"].values()) == sum(tally["outcomes"].values())
+    assert re.search(r"capability: .* base_2_lse +keen\n", printed)
+    in_xml = {p.get("value") for p in ElementTree.parse(as_xml).findall(".//testcase//property")}
+    assert {"base_2_lse", "keen"} <= in_xml
 
 
 def test_one_problem_alone_runs_what_takes_a_problem():
@@ -229,7 +288,9 @@ def test_quick_leaves_cases_out():
 
 
 def test_a_failure_says_what_where_and_how_to_see_it_again():
-    status, printed = run_suite([MUTANTS[2]], FORWARD, "-k", "tiny and q5_k5", "--tb=short")
+    status, printed = run_suite(
+        [named("base_2_lse")], FORWARD, "-k", "tiny and q5_k5", "--tb=short"
+    )
     assert status == pytest.ExitCode.TESTS_FAILED
     problem = "b2_h2_q5_k5_d16_bf16_causal-br"
     for words in (
