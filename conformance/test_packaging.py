@@ -437,11 +437,11 @@ def test_third_parties_are_judged_like_anybody(project, tmp_path):
     printed = run(
         "-m", "pytest", "--pyargs", "flash_rosetta.conformance", "--device", "cpu", "-q",
         "--backend", "sdpa_math,sdpa_flash", "-p", "no:cacheprovider",
-        "-k", "tiny or test_gradient_of_one_output",
+        "-k", "tiny and (test_o_and_lse or test_dq_dk_dv) or test_gradient_of_one_output",
         cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"),
     )  # fmt: skip
     for name in ("sdpa_math", "sdpa_flash"):
-        assert re.search(rf"{name} +[1-9]\d* +0 +0 +0", printed), printed
+        assert re.search(rf"{name} +[1-9]\d* +0 +0 +\d", printed), printed
     code = "import flash_rosetta; print(flash_rosetta.registry.why_not('flash_attn_4', None))"
     if importlib.util.find_spec("flash_attn") is None:
         assert "loading third_party_flash_attn_4:backend failed" in run(
