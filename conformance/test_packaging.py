@@ -398,8 +398,10 @@ def install(package: str, into: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.limit(300)
-def test_a_plug_in_package_is_installed_and_judged(project, tmp_path):
+def test_a_plug_in_package_is_installed_and_judged(project, device, tmp_path):
     """The recipe of conformance/README.md, word for word but for the tests about no backend."""
+    if device.type == "cuda":
+        pytest.skip("takes no GPU, and CI runs it without one")
     install("toy", tmp_path)
     printed = run(
         "-m", "pytest", "--pyargs", "flash_rosetta.conformance", "--backend", "toy",
@@ -432,7 +434,9 @@ def test_a_plug_in_package_declares_what_it_has(project, package):
 
 @pytest.mark.thorough
 @pytest.mark.limit(300)
-def test_third_parties_are_judged_like_anybody(project, tmp_path):
+def test_third_parties_are_judged_like_anybody(project, device, tmp_path):
+    if device.type == "cuda":
+        pytest.skip("takes no GPU, and CI runs it without one")
     install("third_party", tmp_path)
     printed = run(
         "-m", "pytest", "--pyargs", "flash_rosetta.conformance", "--device", "cpu", "-q",
