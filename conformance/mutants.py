@@ -347,7 +347,7 @@ MUTANTS = (
     ),
     Mutant(
         "tiny_scale_meets_the_mask",
-        "this repository's first Triton forward",
+        "PyTorch 2.13's CPU kernel: conformance/FINDINGS.md",
         Test("test_properties.py", "test_a_scale_below_fp32_makes_a_mean"),
         [
             Edit(
@@ -668,7 +668,7 @@ MUTANTS = (
     ),
     KernelMutant(
         "triton_tiny_scale_meets_the_mask",
-        "this repository's first Triton forward",
+        "PyTorch 2.13's CPU kernel: conformance/FINDINGS.md",
         Test("test_properties.py", "test_a_scale_below_fp32_makes_a_mean"),
         [Edit("if factor < torch.finfo(torch.float32).tiny:", "if False:")],
     ),
