@@ -7,5 +7,5 @@ third party's included; so does `flash-rosetta conformance --backend NAME`.
 import pytest
 
 pytest.register_assert_rewrite(
-    "flash_rosetta.conformance.checks", "flash_rosetta.conformance.mutants"
+    "flash_rosetta.conformance.checks", "flash_rosetta.conformance.planting"
 )

@@ -8,7 +8,7 @@ import pytest
 
 HELP = """\
 usage: flash-rosetta conformance [--backend NAME] [--quick] [--problem ID] [PYTEST OPTIONS]
-       flash-rosetta conformance --kill-table
+       flash-rosetta conformance --kill-table [--device cpu|cuda]
 
 Judge backends against the reference in fp64. On a GPU they run there; without one the reference
 runs on the CPU and Triton in its interpreter, and kernels are compiled for other cards.
@@ -17,7 +17,8 @@ runs on the CPU and Triton in its interpreter, and kernels are compiled for othe
                   one that can do something on this machine)
   --quick         only the cases that find most faults
   --problem ID    only this problem, by the id that a failure prints
-  --kill-table    plant known faults in the reference and show which test catches each
+  --kill-table    plant known faults and show which test catches each; --device cuda hunts those
+                  that show on a GPU alone
   -k, -x, -v ...  as in pytest: -k forward, -k "edge and d128", --collect-only
 """
 
@@ -29,9 +30,9 @@ def main(argv: list[str] | None = None) -> int:
         print(HELP, end="")
         return 0
     if "--kill-table" in arguments:
-        from flash_rosetta.conformance import mutants
+        from flash_rosetta.conformance import kill_table
 
-        return mutants.main([a for a in arguments if a != "--kill-table"])
+        return kill_table.main([a for a in arguments if a != "--kill-table"])
     # Every module of the suite is imported by then, so that pytest cannot rewrite some of it.
     ignored = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     return int(pytest.main([*ignored, "--pyargs", "flash_rosetta.conformance", *arguments]))

@@ -68,6 +68,8 @@ class Lane:
     `dtype` and `head_dim` are the usual ones, `seqlen` one that crosses a few tiles and ends in the
     middle of one, `largest_tile` the most rows or keys of a tile, `edges` the sizes around each
     tile boundary in use, by head_dim, `dtypes` the head_dims for each (dtype, allow_tf32).
+    `examples` is how many problems a property is tried on, `repeats` how often equal calls must
+    give equal bits, `lengths` what one compilation must serve.
     """
 
     name: str
@@ -86,6 +88,9 @@ class Lane:
     long: tuple[Problem, ...] = ()
     many: tuple[tuple[int, int], ...] = ()
     random: int = 0
+    examples: int = 0
+    repeats: int = 1
+    lengths: tuple[int, ...] = (128, 196, 1000)
     scales: tuple[float, ...] = (0.0, -0.5, 3e-3, 4.0, -16.0)
 
     def problem(self, seqlen_q: int = 0, seqlen_k: int = 0, **changes: Any) -> Problem:
@@ -146,6 +151,8 @@ GPU = Lane(
     ),
     many=((70000, 1), (1, 70000)),
     random=24,
+    examples=25,
+    repeats=100,
 )
 
 CPU = Lane(
@@ -174,6 +181,8 @@ CPU = Lane(
     ),
     many=((400, 1), (1, 400)),
     random=40,
+    examples=25,
+    repeats=100,
 )
 
 INTERPRETER = Lane(
@@ -198,6 +207,9 @@ INTERPRETER = Lane(
         (BF16, False): (16,),
     },
     random=12,
+    examples=5,
+    repeats=4,
+    lengths=(32, 49, 100),
     scales=(0.0, -0.5, -16.0),
 )
 
@@ -284,6 +296,7 @@ def _masked(lane: Lane) -> Iterator[Case]:
     for m, values in ((n + n // 3, "normal"), (n + n // 3, "loud"), (2 * n, "loud")):
         problem = lane.problem(m, n, **BOTTOM_RIGHT)
         yield Case(purpose="masked", problem=problem, values=values, is_quick=m < 2 * n)
+    yield Case(purpose="masked", problem=lane.problem(n + n // 3, n, **TOP_LEFT), values="loud")
 
 
 def _tail(lane: Lane) -> Iterator[Case]:
@@ -510,8 +523,17 @@ def _every_other_head(t: Tensor) -> Tensor:
     return surrounded(shape, t)[:, ::2].copy_(t)
 
 
+def _every_other_row(t: Tensor) -> Tensor:
+    shape = (*t.shape[:2], 2 * t.shape[2], *t.shape[3:])
+    return surrounded(shape, t)[:, :, ::2].copy_(t)
+
+
 def _expanded_heads(t: Tensor) -> Tensor:
     return _dense(t[:1, :1]).expand_as(t)
+
+
+def _expanded_batch(t: Tensor) -> Tensor:
+    return _dense(t[:1]).expand_as(t)
 
 
 def _expanded(t: Tensor) -> Tensor:
@@ -545,6 +567,17 @@ def _rows_of(name: str) -> Callable[[Inputs], Inputs]:
     )
 
 
+def _mixed(x: Inputs) -> Inputs:
+    """Each tensor in a layout of its own, so that the strides of one do not serve another."""
+    return Inputs(
+        q=_dense(x.q),
+        k=_head_after_row(x.k),
+        v=_dense(x.v),
+        do=_head_after_row(x.do),
+        dlse=_dense(x.dlse),
+    )
+
+
 LAYOUTS: dict[str, Callable[[Inputs], Inputs]] = {
     "dense": _each(_dense),
     "bshd": _each(_head_after_row),
@@ -556,6 +589,9 @@ LAYOUTS: dict[str, Callable[[Inputs], Inputs]] = {
     "columns_first": _each(_columns_first),
     "every_other_head": _each(_every_other_head),
     "lone_strides": _each(_lone_strides),
+    "sliced_gradients": _gradients(_every_other_row),
+    "mixed": _mixed,
     "expanded": _qkv(_expanded_heads),
+    "expanded_batch": _qkv(_expanded_batch),
     "expanded_gradients": _gradients(_expanded),
 }

@@ -35,15 +35,19 @@ def run_suite(
     backends: Collection[Backend],
     files: Collection[str],
     *options: str,
+    device: str = "cpu",
+    named: Sequence[str] = (),
     plugins: Sequence[Any] = (),
 ) -> tuple[int, str]:
     """Run files of the suite on `backends`; returns pytest's status and what it printed.
 
-    On the CPU, so that it takes seconds and no card.
+    On the CPU unless told otherwise, so that it takes seconds and no card. `named` are backends
+    that are registered already.
     """
-    chosen = [argument for backend in backends for argument in ("--backend", backend.name)]
+    names = [*named, *(backend.name for backend in backends)]
+    chosen = [argument for name in names for argument in ("--backend", name)]
     paths = [str(HERE / file) for file in files]
-    plugin = ["-p", "flash_rosetta.conformance.plugin", "--device", "cpu"]
+    plugin = ["-p", "flash_rosetta.conformance.plugin", "--device", device]
     printed = io.StringIO()
     with registered(backends), contextlib.redirect_stdout(printed):
         status = pytest.main([*ALONE, *plugin, *chosen, *options, *paths], plugins=list(plugins))

@@ -6,22 +6,24 @@ knows the options from any directory.
 A backend may have an attribute for the suite's sake: `expected_failures`, a dict from test name to
 the reason. A name is "test_o_and_lse", or one case of it in brackets as a failure prints it, less
 the backend: "test_o_and_lse[tiny-b2_h3_q1_k1_d64_bf16]". Such a test must fail; to pass, or to name
-no test, is an error.
+no test, is an error. `capabilities`, a set of names, is what it can do: see capabilities.py.
 """
 
 from __future__ import annotations
 
 import ast
 import os
+from collections import defaultdict
 from collections.abc import Iterator
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from flash_rosetta import Compilable, Problem, Unsupported, registry
-from flash_rosetta.conformance import cases
+from flash_rosetta.conformance import capabilities, cases
 from flash_rosetta.conformance.tally import Tallies
 from flash_rosetta.conformance.watchdog import Watchdog
 
@@ -41,6 +43,7 @@ MARKERS = (
     "purposes(*names): run the test on the cases with these purposes only",
     "gradients: leave out the cases that are for the forward only",
     "thorough: a test that --quick leaves out",
+    "capability(*names): what a test is about, for the counts by capability",
 )
 
 
@@ -58,6 +61,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=("cpu", "cuda"),
         help="where the tensors live (default: cuda if there is a GPU)",
     )
+    group.addoption("--json", metavar="PATH", help="write counts, failures and reasons as JSON")
     group.addoption("--quick", action="store_true", help="only the cases that find most faults")
     group.addoption(
         "--problem",
@@ -112,6 +116,13 @@ class Suite:
         """Whether the backend takes any problem of its lane on this device."""
         listed = cases.case_list(self.lane(name))
         return any(not registry.why_not(name, case.on(self.device)) for case in listed)
+
+    def contradictions(self, name: str) -> list[str]:
+        """Where the backend's declared capabilities are not what it accepts."""
+        try:
+            return capabilities.contradictions(name, self.lane(name), self.device)
+        except Unsupported:
+            return []
 
     def can_compile(self, name: str) -> bool:
         """Whether the backend compiles without a card, which the compile-only tests need."""
@@ -171,8 +182,15 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session: pytest.Session) -> None:
-    """Refuse an unknown backend, now that every conftest had its chance to register one."""
-    _ = session.config.stash[SUITE].backends
+    """Refuse an unknown backend, now that every conftest had its chance to register one, and one
+    that contradicts itself.
+    """
+    suite = session.config.stash[SUITE]
+    for name in suite.backends:
+        if found := suite.contradictions(name):
+            raise pytest.UsageError(
+                "\n".join([f"backend {name!r} contradicts its capabilities:", *found])
+            )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -200,6 +218,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(("backend", "case"), pairs, ids=ids)
 
 
+@lru_cache
 def _is_ours(path: Path) -> bool:
     return path.parent.resolve() == HERE
 
@@ -215,8 +234,11 @@ def _backend_of(item: pytest.Item) -> str | None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     suite = config.stash[SUITE]
     is_partial = suite.is_quick or suite.problem is not None
+    about: defaultdict[str | None, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        about[_backend_of(item)].append(item)
     for name in suite.backends:
-        _expect_failures(name, [i for i in items if _backend_of(i) == name], is_partial)
+        _expect_failures(name, about[name], is_partial)
     left_out = [item for item in items if _is_left_out(suite, item)]
     config.hook.pytest_deselected(items=left_out)
     dropped = set(left_out)
@@ -228,6 +250,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(_limit_of(item)))
         if (backend := _backend_of(item)) is not None:
             item.user_properties.append(("backend", backend))
+            item.user_properties.append(("capabilities", " ".join(_capabilities_of(item))))
+
+
+def _capabilities_of(item: pytest.Item) -> list[str]:
+    """What a test is about: its markers, and what its case needs."""
+    names = [name for marker in item.iter_markers("capability") for name in marker.args]
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    if "case" in params:
+        needs_backward = item.get_closest_marker("gradients") is not None
+        problem = replace(params["case"].problem, needs_backward=needs_backward)
+        names += capabilities.asked_by(problem)
+    return names
 
 
 def _is_left_out(suite: Suite, item: pytest.Item) -> bool:
@@ -269,6 +303,7 @@ def _expect_failures(name: str, items: list[pytest.Item], is_partial: bool) -> N
         )
 
 
+@lru_cache
 def _test_functions() -> set[str]:
     """The names of every test function of the suite, collected in this run or not."""
     return {

@@ -72,10 +72,12 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = 
 
 @pytest.mark.parametrize("function", [flash_rosetta.attention, flash_rosetta.explain])
 @pytest.mark.parametrize("name", BAD_CALLS)
-def test_a_bad_call_names_argument_value_and_what_is_accepted(name: str, function: Any):
+def test_a_bad_call_names_argument_value_and_what_is_accepted(
+    backend: str, name: str, function: Any
+):
     changes, kind, words = BAD_CALLS[name]
     with pytest.raises(kind) as caught:
-        function(**{"backend": "reference"} | GOOD | changes)
+        function(**{"backend": backend} | GOOD | changes)
     missing = [word for word in words if word not in str(caught.value)]
     assert not missing, f"{caught.value!r} does not say {missing}"
     assert not isinstance(caught.value, Unsupported)
@@ -263,7 +265,7 @@ def test_a_name_is_registered_once_and_by_a_whole_backend():
         other.name = name
         with pytest.raises(ValueError, match="name must be a non-empty str"):
             registry.register(other)
-    with pytest.raises(ValueError, match="one of reference"):
+    with pytest.raises(ValueError, match=r"one of .*reference"):
         registry.get("auto")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -48,11 +49,12 @@ def folders(project: dict[str, Any]) -> dict[str, Path]:
     return {name: ROOT / folder for name, folder in table.items()}
 
 
-def run(*command: str, cwd: Path) -> str:
+def run(*command: str, cwd: Path, **environment: str) -> str:
     """Run Python with `command`; fails the test with its output if it fails."""
     done = subprocess.run(
-        [sys.executable, *command], cwd=cwd, capture_output=True, text=True, timeout=300
-    )
+        [sys.executable, *command], cwd=cwd, capture_output=True, text=True, timeout=300,
+        env={**os.environ, **environment},
+    )  # fmt: skip
     if done.returncode:
         pytest.fail(f"python {' '.join(command)}\n{done.stdout[-6000:]}\n{done.stderr[-3000:]}")
     return done.stdout
@@ -68,11 +70,13 @@ def test_every_package_folder_is_in_the_package_table(project, folders):
 
 
 def test_package_folders_are_flat(folders):
+    """But for packages of their own, which this one's wheel need not have."""
     nested = [
         path
         for folder in folders.values()
         for path in folder.glob("*/**/*.py")
-        if "__pycache__" not in path.parts
+        if not {"__pycache__", "build"} & set(path.parts)
+        and not (path.parent / "pyproject.toml").is_file()
     ]
     assert not nested, "a module in a nested folder is missing from the wheel"
 
@@ -376,3 +380,74 @@ def test_the_example_backend_passes_conformance(project, tmp_path):
         cwd=tmp_path,
     )  # fmt: skip
     assert re.search(r"plain +[1-9]\d* +0 +0 +[1-9]", printed), printed
+
+
+# Packages with backends of their own
+
+
+def install(package: str, into: Path) -> None:
+    """Install a package that lies under conformance/, from a copy: a build leaves files behind."""
+    tree = into / f"{package}-tree"
+    shutil.copytree(
+        ROOT / "conformance" / package, tree, ignore=shutil.ignore_patterns("__pycache__")
+    )
+    offline = ["--no-deps", "--no-index", "--no-build-isolation", "--disable-pip-version-check"]
+    target = str(into / "site")
+    run("-m", "pip", "install", "--quiet", *offline, "--target", target, str(tree), cwd=into)
+
+
+@pytest.mark.thorough
+@pytest.mark.limit(300)
+def test_a_plug_in_package_is_installed_and_judged(project, device, tmp_path):
+    """The recipe of conformance/README.md, word for word but for the tests about no backend."""
+    if device.type == "cuda":
+        pytest.skip("takes no GPU, and CI runs it without one")
+    install("toy", tmp_path)
+    printed = run(
+        "-m", "pytest", "--pyargs", "flash_rosetta.conformance", "--backend", "toy",
+        "--json", "toy.json", "-q", "-p", "no:cacheprovider", "--device", "cpu",
+        "-k", "not test_the_suite and not test_packaging and not test_reference",
+        cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"),
+    )  # fmt: skip
+    assert "causal_bottom_right" in printed
+    report = json.loads((tmp_path / "toy.json").read_text())
+    assert list(report["backends"]) == ["toy"]
+    toy = report["backends"]["toy"]
+    assert toy["failures"] == []
+    assert len(toy["expected_failures"]) == 5
+    assert toy["outcomes"]["passed"] > 200
+    assert toy["by_capability"]["backward"]["passed"] > 50
+    assert "passed" not in toy["by_capability"]["fp64"]
+    assert "refused: causal_alignment bottom_right is not implemented" in toy["reasons"]
+
+
+@pytest.mark.parametrize("package", ["toy", "third_party"])
+def test_a_plug_in_package_declares_what_it_has(project, package):
+    folder = ROOT / "conformance" / package
+    declared = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
+    modules = set(declared["tool"]["setuptools"]["py-modules"])
+    assert modules == {path.stem for path in folder.glob("*.py")}
+    backends = declared["project"]["entry-points"]["flash_rosetta.backends"]
+    assert {value.partition(":")[0] for value in backends.values()} <= modules
+    assert not set(backends) & set(project["project"]["entry-points"]["flash_rosetta.backends"])
+
+
+@pytest.mark.thorough
+@pytest.mark.limit(300)
+def test_third_parties_are_judged_like_anybody(project, device, tmp_path):
+    if device.type == "cuda":
+        pytest.skip("takes no GPU, and CI runs it without one")
+    install("third_party", tmp_path)
+    printed = run(
+        "-m", "pytest", "--pyargs", "flash_rosetta.conformance", "--device", "cpu", "-q",
+        "--backend", "sdpa_math,sdpa_flash", "-p", "no:cacheprovider",
+        "-k", "tiny and (test_o_and_lse or test_dq_dk_dv) or test_gradient_of_one_output",
+        cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"),
+    )  # fmt: skip
+    for name in ("sdpa_math", "sdpa_flash"):
+        assert re.search(rf"{name} +[1-9]\d* +0 +0 +\d", printed), printed
+    code = "import flash_rosetta; print(flash_rosetta.registry.why_not('flash_attn_4', None))"
+    if importlib.util.find_spec("flash_attn") is None:
+        assert "loading third_party_flash_attn_4:backend failed" in run(
+            "-c", code, cwd=tmp_path, PYTHONPATH=str(tmp_path / "site")
+        )

@@ -91,6 +91,7 @@ def test_heads_and_batches_do_not_mix(backend: str, lane: Lane, device: torch.de
         assert_agree(problem, name, tensor, got[name][1:, 1:])
 
 
+@pytest.mark.capability("rows_without_keys")
 def test_rows_without_keys(backend: str, lane: Lane, device: torch.device):
     """o = 0, lse = -inf, dq = 0, exactly, whatever comes back through them."""
     problem = lane.problem(lane.seqlen + lane.seqlen // 2, lane.seqlen, **BOTTOM_RIGHT)
@@ -159,17 +160,36 @@ def test_nan_in_a_value_stays_out_of_earlier_tiles(backend: str, lane: Lane, dev
     assert torch.equal(got.lse, clean.lse), "lse does not depend on values"
 
 
+def test_nan_in_keys_that_no_row_sees(backend: str, lane: Lane, device: torch.device):
+    """A whole tile of them, which causal rows must not even visit, in neither direction."""
+    seqlen_k = lane.seqlen + 2 * lane.largest_tile
+    problem = lane.problem(lane.seqlen, seqlen_k, batch=1, num_heads=1, **TOP_LEFT)
+    x = dense(problem, device)
+    clean = checks.run(backend, x, problem, gradients=GRADIENTS)
+    unseen = slice(lane.seqlen + lane.largest_tile, None)
+    x.k[:, :, unseen] = math.nan
+    x.v[:, :, unseen] = math.inf
+    got = checks.run(backend, x, problem, gradients=GRADIENTS)
+    for name, tensor in got.items():
+        assert torch.equal(tensor, clean[name]), f"{name} depends on keys that no row sees"
+    assert not got["dk"][:, :, unseen].any()
+    assert not got["dv"][:, :, unseen].any()
+
+
+@pytest.mark.capability("deterministic")
 def test_repeats_bit_for_bit(backend: str, lane: Lane, device: torch.device, monkeypatch):
     """As deterministic problems promise; many programs at once, to give races a chance."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    sizes = {"num_heads": 16, "num_kv_heads": 4} if device.type == "cuda" else {}
-    problem = lane.problem(2 * lane.seqlen, deterministic=True, **sizes, **TOP_LEFT)
+    on_gpu = device.type == "cuda"
+    sizes = {"num_heads": 16, "num_kv_heads": 4} if on_gpu else {}
+    seqlen = 2 * lane.seqlen if on_gpu else 2 * lane.largest_tile // 3
+    problem = lane.problem(seqlen, deterministic=True, **sizes, **TOP_LEFT)
     x = dense(problem, device)
     first = checks.run(backend, x, problem, gradients=GRADIENTS)
-    for _ in range(20 if device.type == "cuda" else 1):
+    for repeat in range(lane.repeats):
         again = checks.run(backend, x, problem, gradients=GRADIENTS)
         for name, tensor in again.items():
-            assert torch.equal(tensor, first[name]), f"{name} differs between two equal calls"
+            assert torch.equal(tensor, first[name]), f"{name} differs in repeat {repeat}"
 
 
 def test_calls_do_not_disturb_each_other(backend: str, lane: Lane, device: torch.device):
@@ -177,6 +197,7 @@ def test_calls_do_not_disturb_each_other(backend: str, lane: Lane, device: torch
     usual = Case(purpose="alternating", problem=lane.problem(**TOP_LEFT))
     same_shape = [
         replace(usual, layout="expanded"),
+        replace(usual, layout="bshd"),
         replace(usual, layout="misaligned"),
         replace(usual, problem=lane.problem(**BOTTOM_RIGHT)),
         replace(usual, problem=lane.problem(scale=0.3, **TOP_LEFT)),
@@ -198,30 +219,43 @@ def test_results_outlive_the_next_call(backend: str, lane: Lane, device: torch.d
         assert not torch.equal(tensor, second[name]), f"{name} ignores its inputs"
 
 
+def memory_for_far_rows(problem: Problem, device: torch.device) -> torch.Tensor:
+    """2^32 elements. NaN on a GPU; on a CPU what the system gives when it is first touched."""
+    size = 2**32 + 2**20
+    if device.type == "cuda":
+        if torch.cuda.mem_get_info(device)[0] < 12 * 2**30:
+            pytest.skip("needs 12 GiB of free GPU memory")
+        return torch.full((size,), math.nan, dtype=problem.dtype, device=device)
+    try:
+        return torch.empty(size, dtype=problem.dtype)
+    except RuntimeError as error:
+        pytest.skip(f"needs 8 GiB of address space: {error}")
+
+
+@pytest.mark.capability("64_bit_offsets")
 @pytest.mark.thorough
 @pytest.mark.parametrize("start", [0, 1], ids=["aligned", "misaligned"])
 def test_offsets_beyond_31_bits_in_the_inputs(
-    backend: str, lane: Lane, gpu: torch.device, start: int
+    backend: str, lane: Lane, device: torch.device, start: int
 ):
-    """Rows 2^23 elements apart; an offset that wrapped would land in NaN of the same allocation.
+    """Rows 2^23 elements apart; an offset that wrapped would land in the same allocation.
 
     Misaligned, so that kernels that leave addresses to the copy engine must compute their own.
     """
-    if torch.cuda.mem_get_info(gpu)[0] < 12 * 2**30:
-        pytest.skip("needs 12 GiB of free GPU memory")
     problem = lane.problem(257, batch=1, num_heads=1, **TOP_LEFT)
-    memory = torch.full((2**32 + 2**20,), math.nan, dtype=problem.dtype, device=gpu)
+    memory = memory_for_far_rows(problem, device)
 
     def far(t: torch.Tensor, place: int) -> torch.Tensor:
         offset = 2**31 + place * problem.head_dim + start
         return torch.as_strided(memory, t.shape, (0, 0, 2**23, 1), offset).copy_(t)
 
-    x = problem.inputs(gpu)
+    x = problem.inputs(device)
     x = Inputs(*(far(t, place) for place, t in enumerate(x[:4])), dlse=x.dlse)
     got = checks.run(backend, x, problem, gradients=GRADIENTS)
     checks.compare(backend, got, x, problem, label="rows 2^23 elements apart")
 
 
+@pytest.mark.capability("64_bit_offsets")
 @pytest.mark.thorough
 def test_offsets_beyond_31_bits_in_the_outputs(backend: str, lane: Lane, gpu: torch.device):
     """o and dq of over 2^31 elements, from inputs that one head repeats."""

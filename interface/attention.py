@@ -61,7 +61,8 @@ def attention(
     q, k, v, scale, needs_backward = _read(q, k, v, is_causal, causal_alignment, scale, return_lse)
     name = _backend_name(backend)
     ops.refuse_forward_mode(q, k, v)
-    forward = ops.forward if needs_backward or ops.needs_dispatcher(q, k, v) else ops.run_forward
+    dispatched = needs_backward or ops.needs_dispatcher(q, k, v)
+    forward = ops.dispatch_forward if dispatched else ops.run_forward
     o, lse = forward(q, k, v, is_causal, causal_alignment, scale, needs_backward, name)
     if folded:
         o, lse = o.squeeze(1), lse.squeeze(1)

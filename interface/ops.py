@@ -7,8 +7,9 @@ Tensors are 4-D here; `flash_rosetta.attention` checks arguments and adds what i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import cast
 
 import torch
@@ -166,7 +167,7 @@ def needs_dispatcher(*tensors: Tensor) -> bool:
 
 
 @forward.register_fake
-def _(q, k, v, is_causal, causal_alignment, scale, needs_backward, backend):
+def _forward_shapes(q, k, v, is_causal, causal_alignment, scale, needs_backward, backend):
     o = q.new_empty(*q.shape[:3], v.shape[3])
     return o, q.new_empty(q.shape[:3], dtype=accumulate_dtype(q.dtype))
 
@@ -208,7 +209,7 @@ def _zero_where_no_key_is_seen(do: Tensor, problem: Problem) -> Tensor:
 
 
 @backward.register_fake
-def _(do, dlse, q, k, v, o, lse, is_causal, causal_alignment, scale, backend):
+def _backward_shapes(do, dlse, q, k, v, o, lse, is_causal, causal_alignment, scale, backend):
     return tuple(t.new_empty(t.shape) for t in (q, k, v))
 
 
@@ -220,7 +221,7 @@ def _save_for_backward(ctx, inputs, output):
     ctx.options = is_causal, causal_alignment, scale, backend
 
 
-def _differentiate(ctx, do, dlse):
+def _differentiate(ctx, do, dlse, backward=backward):
     q, k, v, o, lse = ctx.saved_tensors
     if do is None and dlse is None:
         return (None,) * 8
@@ -242,3 +243,44 @@ def _refuse(ctx, *grads):
 
 forward.register_autograd(_differentiate, setup_context=_save_for_backward)
 backward.register_autograd(_refuse, setup_context=lambda ctx, inputs, output: None)
+
+
+def _refuse_vmap(info, in_dims, *args):
+    raise NotImplementedError(
+        "flash_rosetta.attention has no batching rule (torch.vmap, jacrev, per-sample gradients): "
+        "fold the mapped dimension into batch"
+    )
+
+
+class _TransformedBackward(torch.autograd.Function):
+    forward = staticmethod(backward)
+    setup_context = staticmethod(lambda ctx, inputs, output: None)
+    backward = staticmethod(_refuse)
+    vmap = staticmethod(_refuse_vmap)
+
+
+class _Transformed(torch.autograd.Function):
+    """The forward op under torch.func.grad and vjp, which no custom op can go through itself."""
+
+    forward = staticmethod(forward)
+    setup_context = staticmethod(_save_for_backward)
+    backward = staticmethod(partial(_differentiate, backward=_TransformedBackward.apply))
+    vmap = staticmethod(_refuse_vmap)
+
+
+def dispatch_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    causal_alignment: str,
+    scale: float,
+    needs_backward: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """`forward`, in a way that whatever is active can see."""
+    is_transformed = torch._C._are_functorch_transforms_active()
+    call: Callable[..., tuple[Tensor, Tensor]] = forward
+    if is_transformed and not torch.compiler.is_compiling():
+        call = _Transformed.apply
+    return call(q, k, v, is_causal, causal_alignment, scale, needs_backward, backend)
