@@ -356,6 +356,22 @@ def test_the_commit_can_be_named_where_there_is_no_history(monkeypatch, tmp_path
     assert machine.commit() is None
     monkeypatch.setenv(machine.COMMIT_VARIABLE, "0123abc")
     assert machine.commit() == "0123abc"
+    monkeypatch.undo()
+    monkeypatch.setenv(machine.COMMIT_VARIABLE, "4567def")  # a copy may have another history
+    assert machine.commit() == "4567def"
+
+
+def test_a_card_without_the_compiler_a_backend_needs_is_refused(monkeypatch):
+    """Else "auto" would take it, and fail at the first call."""
+    pytest.importorskip("tilelang")
+    problem = flash_rosetta.Problem(batch=1, num_heads=1, seqlen_q=8, head_dim=64, target="sm_90")
+    tilelang = flash_rosetta.registry.get("tilelang")
+    module = sys.modules[type(tilelang).__module__]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for found, reasons in (("/usr/bin/nvcc", []), (None, ["nvcc"])):
+        monkeypatch.setattr(module, "find_nvcc", lambda found=found: found)
+        got = tilelang.why_not(problem)
+        assert [reason.split(",")[0] for reason in got] == reasons
 
 
 # The README

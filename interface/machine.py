@@ -52,10 +52,13 @@ def commit() -> str | None:
     """The commit of the checkout that this code runs from, with "-dirty" when files were modified.
 
     Files under bench/results do not count as modified: results are data, and the commit names the
-    code that made them. Without a checkout, the environment variable FLASH_ROSETTA_COMMIT.
+    code that made them. The environment variable FLASH_ROSETTA_COMMIT says it for a copy of a
+    checkout without its history, and has precedence.
     """
+    if named := os.environ.get(COMMIT_VARIABLE):
+        return named
     if _git("ls-files", "--error-unmatch", Path(__file__).name) is None:
-        return os.environ.get(COMMIT_VARIABLE)
+        return None
     head = _git("rev-parse", "--short=12", "HEAD")
     changes = _git(
         "status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)bench/results"

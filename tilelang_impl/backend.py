@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import shutil
+from functools import lru_cache
 
 import torch
+from tilelang.contrib import nvcc
 from torch import Tensor
 
 from flash_rosetta.backend import KernelReport
@@ -57,12 +60,23 @@ class TileLangBackend:
         return compile_only(problem)
 
 
+@lru_cache
+def find_nvcc() -> str | None:
+    """CUDA's compiler where TileLang looks: $CUDA_HOME, $PATH, the package nvidia-cuda-nvcc."""
+    try:
+        return shutil.which(nvcc.get_nvcc_compiler())
+    except RuntimeError:
+        return None
+
+
 def refusals(problem: Problem) -> list[str]:
     """Why the kernels of this folder cannot run `problem`: its target, dtype or sizes."""
     reasons = []
     target = problem.target
     if not target.startswith("sm_") or int(target[3:]) < 80:
         reasons.append(f"target {target} is not an NVIDIA GPU of compute capability 8.0 or later")
+    elif torch.cuda.is_available() and find_nvcc() is None:
+        reasons.append("nvcc, with which TileLang compiles, is not found: set CUDA_HOME")
     if problem.dtype not in DTYPES:
         reasons.append(f"dtype {problem.dtype} is not among {', '.join(map(str, DTYPES))}")
     if problem.head_dim > MAX_HEAD_DIM:
