@@ -243,13 +243,23 @@ def test_auto_takes_the_first_that_can_and_explains_the_others():
     explanation = flash_rosetta.explain(x.q, x.k, x.v)
     assert explanation.chosen == "reference"
     assert set(explanation.reasons) == set(flash_rosetta.names())
-    for name in registry.auto_candidates():
+    for name in registry.auto_candidates("cpu"):
         if name == "reference":
             break
         assert explanation.reasons[name], f"{name} comes first and has no reason not to run"
         assert explanation.reasons[name][0] in str(explanation)
     o = flash_rosetta.attention(x.q, x.k, x.v)
     assert torch.equal(o, flash_rosetta.attention(x.q, x.k, x.v, backend="reference"))
+
+
+def test_auto_has_an_order_for_each_kind_of_card():
+    """TileLang's kernels are tuned for Hopper alone, so that elsewhere Triton comes first."""
+    orders = {target: registry.auto_candidates(target) for target in ("cpu", "sm_80", "sm_90")}
+    for target, order in orders.items():
+        assert order[-1] == "reference"
+        if {"triton", "tilelang"} <= set(order):
+            hopper_first = order.index("tilelang") < order.index("triton")
+            assert hopper_first == (target == "sm_90"), target
 
 
 def test_a_name_is_registered_once_and_by_a_whole_backend():

@@ -257,18 +257,27 @@ def test_offsets_beyond_31_bits_in_the_inputs(
 
 @pytest.mark.capability("64_bit_offsets")
 @pytest.mark.thorough
-def test_offsets_beyond_31_bits_in_the_outputs(backend: str, lane: Lane, gpu: torch.device):
-    """o and dq of over 2^31 elements, from inputs that one head repeats."""
+@pytest.mark.parametrize("dimension", ["batch", "heads"])
+def test_offsets_beyond_31_bits_in_the_outputs(
+    backend: str, lane: Lane, gpu: torch.device, dimension: str
+):
+    """o and dq of over 2^31 elements: in many batch elements that repeat one, or in one's heads."""
     if torch.cuda.mem_get_info(gpu)[0] < 48 * 2**30:
         pytest.skip("needs 48 GiB of free GPU memory")
     one = lane.problem(2**16 + 1, 16, batch=1, num_heads=1)
     x = one.inputs(gpu)
-    many = replace(one, batch=2**31 // (one.seqlen_q * one.head_dim) + 2)
-    repeated = Inputs(*(t.expand(many.batch, *t.shape[1:]) for t in x))
+    count = 2**31 // (one.seqlen_q * one.head_dim) + 2
+    if dimension == "batch":
+        many = replace(one, batch=count)
+        repeated = Inputs(*(t.expand(count, *t.shape[1:]) for t in x))
+    else:
+        many = replace(one, num_heads=count, num_kv_heads=count)
+        repeated = Inputs(*(t.repeat(1, count, *[1] * (t.dim() - 2)) for t in x))
     q, k, v = (t.detach().requires_grad_() for t in repeated[:3])
     o, lse = checks.attention(backend, q, k, v, return_lse=True)
     assert o.numel() > 2**31
     outputs = (o.detach(), lse.detach(), *torch.autograd.grad(o, (q, k, v), repeated.do))
-    for batch in (0, many.batch - 1):
-        got = checks.Outputs(*(t[batch : batch + 1] for t in outputs))
-        checks.compare(backend, got, x, one, through="o", label=f"batch {batch} of {many.id}")
+    for n in (0, count - 1):
+        pick = slice(n, n + 1)
+        got = checks.Outputs(*(t[pick] if dimension == "batch" else t[:, pick] for t in outputs))
+        checks.compare(backend, got, x, one, through="o", label=f"{dimension} {n} of {many.id}")

@@ -167,6 +167,19 @@ def test_compiles_with_a_scale_that_changes(backend: str, lane: Lane, device: to
 
 
 @pytest.mark.capability("compile", "autocast")
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_traces_with_sizes_that_are_symbols(
+    backend: str, lane: Lane, device: torch.device, mode: str
+):
+    problem = lane.problem(num_heads=1)
+    q, k, v, *_ = problem.inputs(device)
+    want = checks.attention(backend, q, k, v)  # or skip
+    traced = make_fx(
+        lambda q, k, v: flash_rosetta.attention(q, k, v, backend=backend), tracing_mode=mode
+    )(q, k, v)
+    assert torch.equal(traced(q, k, v), want)
+
+
 @pytest.mark.limit(COMPILE_LIMIT_S)
 def test_compiles_under_autocast(backend: str, lane: Lane, device: torch.device):
     """Autocast around the compiled function, and inside it."""

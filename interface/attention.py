@@ -105,16 +105,16 @@ def explain(
 ) -> Explanation:
     """Which backend `attention` would use for the same arguments, and why not each of the others.
 
-    "auto" tries cute, tilelang, triton, reference, in this order; any other backend runs only when
-    it is named. Raises TypeError and ValueError as `attention` does; a problem that nothing can
-    run is no error here: `chosen` is None.
+    "auto" tries cute, triton, tilelang, reference, in this order, but tilelang before triton on
+    sm_90 (Hopper); any other backend runs only when it is named. Raises TypeError and ValueError as
+    `attention` does; a problem that nothing can run is no error here: `chosen` is None.
     """
     q, k, v, scale, needs_backward = _read(q, k, v, is_causal, causal_alignment, scale, return_lse)
     problem = ops.problem_of(q, k, v, is_causal, causal_alignment, scale, needs_backward)
     name = _backend_name(backend)
     if name != "auto":
         registry.why_not(name, problem)  # an unknown name is an error, as in attention()
-    tried = registry.auto_candidates()
+    tried = registry.auto_candidates(problem.target)
     others = [other for other in registry.names() if other not in tried]
     reasons = {other: registry.why_not(other, problem) for other in [*tried, *others]}
     candidates = tried if name == "auto" else [name]
@@ -186,8 +186,14 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         if tensor.layout != torch.strided or tensor.is_nested:
             kind = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
             raise TypeError(f"{name} must be a strided tensor, got {kind}")
-    if torch.compiler.is_compiling():  # checks once, and would trace the look into the set as well
-        _check_facts(q, k, v)
+    plain = (Tensor, torch.nn.Parameter)
+    if (
+        torch.compiler.is_compiling()
+        or type(q) not in plain
+        or type(k) not in plain
+        or type(v) not in plain
+    ):
+        _check_facts(q, k, v)  # a tracer's sizes may be no numbers yet, which a set cannot hold
         return
     facts = tuple([(t.shape, t.dtype, t.device) for t in (q, k, v)])
     if facts not in _accepted:

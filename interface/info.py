@@ -61,7 +61,7 @@ def report() -> dict[str, Any]:
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
         },
         "problem": problem.id,
-        "auto": {dtype: _auto(reasons, dtype) for dtype in DTYPE_NAMES.values()},
+        "auto": {dtype: _auto(reasons, dtype, target) for dtype in DTYPE_NAMES.values()},
         "why_not": reasons,
     }
 
@@ -90,8 +90,8 @@ def _why_not(name: str, problem: Problem) -> list[str]:
         return [f"is broken: {type(error).__name__}: {error}"]
 
 
-def _auto(reasons: Reasons, dtype: str) -> str | None:
-    candidates = registry.auto_candidates()
+def _auto(reasons: Reasons, dtype: str, target: str) -> str | None:
+    candidates = registry.auto_candidates(target)
     return next((name for name in candidates if not reasons[name][dtype]["backward"]), None)
 
 

@@ -10,8 +10,11 @@ from flash_rosetta.problem import Problem
 
 ENTRY_POINT_GROUP = "flash_rosetta.backends"
 
-AUTO_ORDER = ("cute", "tilelang", "triton", "reference")
-"""What `backend="auto"` tries, in this order: the fastest on the newest cards first."""
+AUTO_ORDER = ("cute", "triton", "tilelang", "reference")
+"""What `backend="auto"` tries, in this order."""
+
+AUTO_ORDER_ON = {"sm_90": ("cute", "tilelang", "triton", "reference")}
+"""The order where the race (`bench/results/`) says another."""
 
 EXTRAS = ("triton", "tilelang", "cute")
 """Backends whose DSL comes with `pip install 'flash-rosetta[NAME]'`."""
@@ -76,7 +79,7 @@ def get(name: str) -> Backend:
             raise TypeError(f"{backend!r} is no Backend")
     except Exception as error:  # a third party's broken import must not break the others
         reason = f"loading {entry_point.value} failed: {type(error).__name__}: {error}"
-        if name in EXTRAS:
+        if name in EXTRAS and isinstance(error, ImportError):
             reason += f" (pip install 'flash-rosetta[{name}]')"
         raise Unsupported(name, [reason]) from error
     return backend
@@ -102,16 +105,16 @@ def resolve(name: str, problem: Problem) -> Backend:
             raise Unsupported(name, reasons, problem)
         return backend
     reasons = []
-    for candidate in auto_candidates():
+    for candidate in auto_candidates(problem.target):
         if not (why := why_not(candidate, problem)):
             return get(candidate)
         reasons.append(f"{candidate}: {', '.join(why)}")
     raise Unsupported("auto", reasons, problem)
 
 
-def auto_candidates() -> list[str]:
-    """The names of AUTO_ORDER that are registered. Others run only when they are named."""
-    return [name for name in AUTO_ORDER if name in names()]
+def auto_candidates(target: str) -> list[str]:
+    """What "auto" tries on a target, of what is registered. Others run only when they are named."""
+    return [name for name in AUTO_ORDER_ON.get(target, AUTO_ORDER) if name in names()]
 
 
 @lru_cache

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import shutil
-from functools import lru_cache
 
 import torch
-from tilelang.contrib import nvcc
+from tilelang.contrib.cc import get_cplus_compiler
 from torch import Tensor
 
 from flash_rosetta.backend import KernelReport
@@ -15,10 +13,11 @@ from flash_rosetta.problem import Problem
 from flash_rosetta.tilelang_impl.backward import plan_backward
 from flash_rosetta.tilelang_impl.compile_only import compile_only
 from flash_rosetta.tilelang_impl.forward import plan_forward
+from flash_rosetta.tilelang_impl.launch import find_nvcc
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
-MAX_SEQLEN = 2**30  # sums of two row numbers are counted in 32 bits
+MAX_SEQLEN = 2**30 - 256  # sums of two row numbers are counted in 32 bits
 MAX_SCALE = torch.finfo(torch.float32).max / math.log2(math.e)
 SMALL_SHARED_MEMORY = ("sm_86", "sm_89", "sm_120", "sm_121")  # 99 KB a block
 
@@ -60,15 +59,6 @@ class TileLangBackend:
         return compile_only(problem)
 
 
-@lru_cache
-def find_nvcc() -> str | None:
-    """CUDA's compiler where TileLang looks: $CUDA_HOME, $PATH, the package nvidia-cuda-nvcc."""
-    try:
-        return shutil.which(nvcc.get_nvcc_compiler())
-    except RuntimeError:
-        return None
-
-
 def refusals(problem: Problem) -> list[str]:
     """Why the kernels of this folder cannot run `problem`: its target, dtype or sizes."""
     reasons = []
@@ -77,6 +67,8 @@ def refusals(problem: Problem) -> list[str]:
         reasons.append(f"target {target} is not an NVIDIA GPU of compute capability 8.0 or later")
     elif torch.cuda.is_available() and find_nvcc() is None:
         reasons.append("nvcc, with which TileLang compiles, is not found: set CUDA_HOME")
+    elif torch.cuda.is_available() and get_cplus_compiler() is None:
+        reasons.append("a C++ compiler, which nvcc needs, is not found: install g++")
     if problem.dtype not in DTYPES:
         reasons.append(f"dtype {problem.dtype} is not among {', '.join(map(str, DTYPES))}")
     if problem.head_dim > MAX_HEAD_DIM:

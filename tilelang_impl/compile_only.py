@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -17,7 +16,7 @@ from flash_rosetta.backend import KernelReport
 from flash_rosetta.problem import Problem
 from flash_rosetta.tilelang_impl.backward import plan_backward
 from flash_rosetta.tilelang_impl.forward import plan_forward
-from flash_rosetta.tilelang_impl.launch import PASS_CONFIGS, Launch, cuda_target
+from flash_rosetta.tilelang_impl.launch import PASS_CONFIGS, Launch, cuda_target, find_nvcc
 
 
 def compile_only(problem: Problem) -> list[KernelReport]:
@@ -35,7 +34,7 @@ def compile_only(problem: Problem) -> list[KernelReport]:
         if problem.needs_backward:
             backward, *_ = plan_backward(q, lse, q, k, k, o, lse, problem)
             launches += backward
-    report = _assemble if shutil.which("nvcc") and shutil.which("ptxas") else _source_alone
+    report = _assemble if find_nvcc() else _source_alone
     return [report(*_lower(launch), problem.target) for launch in launches]
 
 
@@ -68,7 +67,8 @@ def _assemble(name: str, dynamic_shared: int, source: str, target: str) -> Kerne
     with tempfile.TemporaryDirectory() as folder:
         ptx_file = Path(folder) / "kernel.ptx"
         ptx_file.write_text(ptx)
-        command = ["ptxas", "-v", f"-arch={arch}", ptx_file, "-o", ptx_file.with_suffix(".cubin")]
+        ptxas = Path(nvcc.get_nvcc_compiler()).with_name("ptxas")
+        command = [ptxas, "-v", f"-arch={arch}", ptx_file, "-o", ptx_file.with_suffix(".cubin")]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     return KernelReport(
         kernel=name,

@@ -15,7 +15,7 @@ Two kernels take these steps. `forward_kernel` is Hopper's: a program stays on i
 and takes one query tile after the other. One warp of it, the producer, has the copy engine fill
 rings of key and value tiles; each other warpgroup owns 64 query rows and multiplies
 asynchronously (FlashAttention-3, arXiv 2407.08608, sections 3.1 and 3.2). `portable_kernel` does
-without the copy engine and wgmma, one query tile a program, and runs everything else.
+without the copy engine, one query tile a program, waits for each product, and runs everything else.
 
 Constraints
     head_dim 1 to 256, padded in the tile; fp16, bf16, fp32; any strides.
@@ -133,7 +133,7 @@ def num_programs(problem: Problem, tile: ForwardTile, most: int) -> int:
         return min(total, most)
     last_row = np.arange(num_tiles, 0, -1) * tile.tile_q + problem.causal_offset
     key_tiles = -(-np.clip(last_row, 0, problem.seqlen_k) // tile.tile_k)
-    index = np.arange(total)
+    index = np.arange(min(total, 64 * most))  # turns repeat themselves: no need to count them all
     work = (1 + key_tiles)[index % num_tiles]  # one for what each tile costs beside its keys
 
     def most_work(programs: int) -> float:
@@ -344,6 +344,7 @@ def forward_kernel(*, dtype: str, width: int, is_causal: bool, tile: ForwardTile
                     await_tile(keys, done)
                     if tile.take_turns:
                         T.sync_threads(turn, 256)
+                    # (1) S = Q K^T [64, tile_k], of the first tile
                     T.wgmma_gemm(
                         queries.tiles[group, :, :],
                         keys.tiles[done % keys.slots, :, :],
@@ -374,6 +375,7 @@ def forward_kernel(*, dtype: str, width: int, is_causal: bool, tile: ForwardTile
                         await_tile(keys, done + 1)
                         if tile.take_turns:
                             T.sync_threads(turn, 256)
+                        # (1) S = Q K^T of the next tile, and beside it O += P V of this one
                         T.wgmma_gemm(
                             queries.tiles[group, :, :],
                             keys.tiles[(done + 1) % keys.slots, :, :],
@@ -406,6 +408,7 @@ def forward_kernel(*, dtype: str, width: int, is_causal: bool, tile: ForwardTile
                     if grown != 0:
                         rescale(acc, row.alpha)
                     await_tile(values, done)
+                    # O += P V of the last tile
                     T.wgmma_gemm(p, values.tiles[done % values.slots, :, :], acc, policy=ROWS)
                     T.wait_wgmma(0)
                     T.warpgroup_fence_operand(acc, num_regs=width // 2)

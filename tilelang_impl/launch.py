@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -11,11 +12,13 @@ from typing import Any, NamedTuple
 import tilelang
 import torch
 from tilelang import PassConfigKey
+from tilelang.contrib import nvcc
 from torch import Tensor
 
 from flash_rosetta.problem import Problem
 
 _thread = threading.local()
+_compiling = threading.Lock()
 
 logging.getLogger("tilelang").setLevel(logging.WARNING)  # else a line for each compilation
 
@@ -99,7 +102,8 @@ class Launch(NamedTuple):
         """Enqueue on the current stream of the current device."""
         recipe = self.recipe
         if recipe.enqueue is None:
-            recipe.enqueue = compiled(recipe.kernel, recipe.target, **recipe.options)
+            with _compiling:  # else threads that start together would each compile the same
+                recipe.enqueue = compiled(recipe.kernel, recipe.target, **recipe.options)
         _bind_context(recipe.device)
         recipe.enqueue(*self.args)
 
@@ -119,6 +123,15 @@ def compiled(kernel: Callable[..., Any], target: str, **options: Any) -> Callabl
     executable = program.adapter.get_exportable_executable()
     # Called by itself: TileLang's own wrapper looks at every argument in Python first.
     return (executable.jit() if hasattr(executable, "jit") else executable).main
+
+
+@lru_cache
+def find_nvcc() -> str | None:
+    """CUDA's compiler where TileLang looks: $CUDA_HOME, $PATH, the package nvidia-cuda-nvcc."""
+    try:
+        return shutil.which(nvcc.get_nvcc_compiler())
+    except RuntimeError:
+        return None
 
 
 def cuda_target(target: str) -> dict[str, str]:

@@ -24,7 +24,9 @@ class Engine:
     """With what a kernel of `threads` threads moves and multiplies tiles.
 
     `hopper`: the copy engine (TMA) fills tiles and says so by a barrier in shared memory, and
-    warpgroups multiply asynchronously (wgmma). Otherwise threads copy, meet, and multiply (mma).
+    warpgroups multiply asynchronously (wgmma). Otherwise threads copy, meet, and multiply with
+    `T.gemm`, which waits: by mma, or by wgmma on Hopper, where TileLang itself puts the fence that
+    orders what threads wrote before what the tensor core reads.
     `parts`: 2 in exact fp32, where every number is held as the sum of two that fit TF32.
     """
 
