@@ -368,8 +368,13 @@ def test_a_card_without_the_compiler_a_backend_needs_is_refused(monkeypatch):
     tilelang = flash_rosetta.registry.get("tilelang")
     module = sys.modules[type(tilelang).__module__]
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    for found, reasons in (("/usr/bin/nvcc", []), (None, ["nvcc"])):
-        monkeypatch.setattr(module, "find_nvcc", lambda found=found: found)
+    for nvcc, cxx, reasons in (
+        ("/usr/bin/nvcc", "/usr/bin/g++", []),
+        (None, "/usr/bin/g++", ["nvcc"]),
+        ("/usr/bin/nvcc", None, ["a C++ compiler"]),
+    ):
+        monkeypatch.setattr(module, "find_nvcc", lambda found=nvcc: found)
+        monkeypatch.setattr(module, "get_cplus_compiler", lambda found=cxx: found)
         got = tilelang.why_not(problem)
         assert [reason.split(",")[0] for reason in got] == reasons
 

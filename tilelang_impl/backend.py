@@ -66,7 +66,10 @@ def refusals(problem: Problem) -> list[str]:
     if not target.startswith("sm_") or int(target[3:]) < 80:
         reasons.append(f"target {target} is not an NVIDIA GPU of compute capability 8.0 or later")
     elif torch.cuda.is_available() and find_nvcc() is None:
-        reasons.append("nvcc, with which TileLang compiles, is not found: set CUDA_HOME")
+        reasons.append(
+            "nvcc, with which TileLang compiles, is not found: install CUDA's toolkit, or set "
+            "CUDA_HOME to where it is"
+        )
     elif torch.cuda.is_available() and get_cplus_compiler() is None:
         reasons.append("a C++ compiler, which nvcc needs, is not found: install g++")
     if problem.dtype not in DTYPES:

@@ -35,8 +35,9 @@ import tilelang.language as T
 import torch
 from torch import Tensor
 
+from flash_rosetta.layout import LaunchKey, contiguous, launch_key
 from flash_rosetta.problem import Problem
-from flash_rosetta.tilelang_impl.launch import Launch, LaunchKey, Recipe, launch_key
+from flash_rosetta.tilelang_impl.launch import Launch, Recipe
 from flash_rosetta.tilelang_impl.tiles import Tile, padded_head_dim, tiles_for
 from flash_rosetta.tilelang_impl.tiling import (
     DTYPES,
@@ -45,7 +46,6 @@ from flash_rosetta.tilelang_impl.tiling import (
     await_products,
     await_tiles,
     can_use_tma,
-    contiguous,
     filling,
     load_tile,
     multiply,

@@ -37,15 +37,15 @@ import torch
 from tilelang.layout import make_swizzled_layout
 from torch import Tensor
 
+from flash_rosetta.layout import LaunchKey, contiguous, launch_key
 from flash_rosetta.problem import Problem
-from flash_rosetta.tilelang_impl.launch import Launch, LaunchKey, Recipe, launch_key
+from flash_rosetta.tilelang_impl.launch import Launch, Recipe
 from flash_rosetta.tilelang_impl.tiles import ForwardTile, padded_head_dim, tiles_for
 from flash_rosetta.tilelang_impl.tiling import (
     DTYPES,
     Engine,
     as_is,
     can_use_tma,
-    contiguous,
     load_tile,
     multiply,
     operand,

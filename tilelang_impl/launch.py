@@ -10,14 +10,12 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import tilelang
-import torch
 from tilelang import PassConfigKey
 from tilelang.contrib import nvcc
 from torch import Tensor
 
-from flash_rosetta.problem import Problem
+from flash_rosetta.layout import LaunchKey, bind_context
 
-_thread = threading.local()
 _compiling = threading.Lock()
 
 logging.getLogger("tilelang").setLevel(logging.WARNING)  # else a line for each compilation
@@ -31,32 +29,6 @@ PASS_CONFIGS = {
     PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,
     PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True,
 }
-
-
-class Layout(NamedTuple):
-    """How a tensor lies in memory, as far as it matters which code moves it."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    misalignment: int  # bytes past a multiple of 16
-
-
-class LaunchKey(NamedTuple):
-    """All that a launch depends on but the tensors' addresses; exact, so that equal means equal."""
-
-    problem: Problem
-    device: int | None  # the index of a CUDA device
-    facts: tuple[tuple | None, ...]
-
-    @property
-    def layouts(self) -> list[Layout | None]:
-        return [None if facts is None else Layout(*facts) for facts in self.facts]
-
-
-def launch_key(problem: Problem, *tensors: Tensor | None) -> LaunchKey:
-    """The key of launches on behalf of `problem` that read `tensors`."""
-    facts = [None if t is None else (t.shape, t.stride(), t.data_ptr() % 16) for t in tensors]
-    return LaunchKey(problem, tensors[0].device.index, tuple(facts))
 
 
 class Recipe:
@@ -104,7 +76,7 @@ class Launch(NamedTuple):
         if recipe.enqueue is None:
             with _compiling:  # else threads that start together would each compile the same
                 recipe.enqueue = compiled(recipe.kernel, recipe.target, **recipe.options)
-        _bind_context(recipe.device)
+        bind_context(recipe.device)
         recipe.enqueue(*self.args)
 
 
@@ -137,14 +109,3 @@ def find_nvcc() -> str | None:
 def cuda_target(target: str) -> dict[str, str]:
     """What TileLang calls a problem's target: "sm_90" is compiled for all of Hopper, as sm_90a."""
     return {"kind": "cuda", "arch": f"{target}a" if int(target[3:]) >= 90 else target}
-
-
-def _bind_context(device: int) -> None:
-    """Make CUDA's context current in this thread.
-
-    PyTorch leaves that to its first call of CUDA, which may come after ours: tensors are described
-    to the copy engine before a launch, which fails in a thread without a context.
-    """
-    if not getattr(_thread, "bound", False):
-        torch.cuda.set_device(device)
-        _thread.bound = True

@@ -13,8 +13,8 @@ import tilelang.language as T
 import torch
 from torch import Tensor
 
+from flash_rosetta.layout import Layout
 from flash_rosetta.problem import Problem
-from flash_rosetta.tilelang_impl.launch import Layout
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
@@ -77,11 +77,6 @@ def operand(layout: Layout, tma: bool) -> Callable[[Tensor], Tensor]:
 
 def as_is(t: Tensor) -> Tensor:
     return t
-
-
-def contiguous(*shape: int) -> Layout:
-    """The layout of an output of ours."""
-    return Layout(torch.Size(shape), torch.empty(shape, device="meta").stride(), 0)
 
 
 def strided(name: str, shape: tuple, dtype: str, engine: Engine):

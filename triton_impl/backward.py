@@ -36,13 +36,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flash_rosetta.layout import LaunchKey, contiguous, launch_key
 from flash_rosetta.problem import Problem
 from flash_rosetta.triton_impl.forward import SIZES, key_ranges, tile_of_program, visible
-from flash_rosetta.triton_impl.launch import Launch, LaunchKey, Recipe, dot_precision, launch_key
+from flash_rosetta.triton_impl.launch import Launch, Recipe, dot_precision
 from flash_rosetta.triton_impl.tiles import Tile, padded_head_dim, tiles_for
 from flash_rosetta.triton_impl.tiling import (
     can_use_tma,
-    contiguous,
     load_tile,
     operand,
     pointer,

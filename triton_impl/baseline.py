@@ -31,12 +31,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flash_rosetta.layout import LaunchKey, contiguous, launch_key
 from flash_rosetta.problem import Problem
 from flash_rosetta.triton_impl.backend import refusals
 from flash_rosetta.triton_impl.forward import SIZES, tile_of_program, visible
-from flash_rosetta.triton_impl.launch import Launch, LaunchKey, Recipe, dot_precision, launch_key
+from flash_rosetta.triton_impl.launch import Launch, Recipe, dot_precision
 from flash_rosetta.triton_impl.tiles import padded_head_dim
-from flash_rosetta.triton_impl.tiling import contiguous, load_tile, operand, pointer, store_tile
+from flash_rosetta.triton_impl.tiling import load_tile, operand, pointer, store_tile
 
 TILE = 16
 

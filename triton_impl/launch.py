@@ -2,42 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flash_rosetta.layout import bind_context
 from flash_rosetta.problem import Problem
-
-_thread = threading.local()
-
-
-class Layout(NamedTuple):
-    """How a tensor lies in memory, as far as it matters which code moves it."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    misalignment: int  # bytes past a multiple of 16
-
-
-class LaunchKey(NamedTuple):
-    """All that a launch depends on but the tensors' addresses; exact, so that equal means equal."""
-
-    problem: Problem
-    device: int | None  # the index of a CUDA device
-    facts: tuple[tuple | None, ...]
-
-    @property
-    def layouts(self) -> list[Layout | None]:
-        return [None if facts is None else Layout(*facts) for facts in self.facts]
-
-
-def launch_key(problem: Problem, *tensors: Tensor | None) -> LaunchKey:
-    """The key of launches on behalf of `problem` that read `tensors`."""
-    facts = [None if t is None else (t.shape, t.stride(), t.data_ptr() % 16) for t in tensors]
-    return LaunchKey(problem, tensors[0].device.index, tuple(facts))
 
 
 class Recipe:
@@ -88,7 +60,7 @@ class Launch(NamedTuple):
         """Enqueue on the current stream of the current device."""
         recipe = self.recipe
         if recipe.device is not None:
-            _bind_context(recipe.device)
+            bind_context(recipe.device)
         if recipe.enqueue is not None:
             recipe.enqueue(*self.args, *recipe.constants)
             return
@@ -101,17 +73,6 @@ class Launch(NamedTuple):
         """Compile for the current target, without running; returns Triton's CompiledKernel."""
         recipe = self.recipe
         return recipe.kernel.warmup(*self.args, grid=(recipe.grid,), **recipe.options)
-
-
-def _bind_context(device: int) -> None:
-    """Make CUDA's context current in this thread.
-
-    PyTorch leaves that to its first call of CUDA, which may come after ours: Triton describes
-    tensors to the copy engine before it launches, and fails in a thread without a context.
-    """
-    if not getattr(_thread, "bound", False):
-        torch.cuda.set_device(device)
-        _thread.bound = True
 
 
 def dot_precision(problem: Problem) -> str:

@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from flash_rosetta.layout import Layout
 from flash_rosetta.problem import Problem
-from flash_rosetta.triton_impl.launch import Layout
 
 
 def can_use_tma(problem: Problem, *inputs: Layout) -> bool:
@@ -62,11 +61,6 @@ def operand(layout: Layout, rows: int, columns: int, tma: bool) -> Callable[[Ten
     strides = [*(stride if size > 1 else 16 for size, stride in outer), 1]
     shape, block = list(layout.shape), [1, 1, rows, columns]
     return lambda t: _Descriptor(t, shape, strides, block)
-
-
-def contiguous(*shape: int) -> Layout:
-    """The layout of an output."""
-    return Layout(torch.Size(shape), torch.empty(shape, device="meta").stride(), 0)
 
 
 def pointer(t: Tensor) -> Tensor:
