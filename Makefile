@@ -40,5 +40,5 @@ clean:
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'PYTHON must be Python 3.11 or later, got $(PYTHON), which is ' + sys.version.split()[0])"
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -c constraints.txt -e ".[triton,tilelang,test,bench]"
+	$(PIP) install -c constraints.txt -e ".[triton,tilelang,cute,test,bench]"
 	@touch $@

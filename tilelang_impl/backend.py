@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from tilelang.contrib.cc import get_cplus_compiler
 from torch import Tensor
 
 from flash_rosetta.backend import KernelReport
+from flash_rosetta.kernels import MAX_HEAD_DIM, refused_sizes, refused_target
 from flash_rosetta.problem import Problem
 from flash_rosetta.tilelang_impl.backward import plan_backward
 from flash_rosetta.tilelang_impl.compile_only import compile_only
 from flash_rosetta.tilelang_impl.forward import plan_forward
 from flash_rosetta.tilelang_impl.launch import find_nvcc
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_HEAD_DIM = 256
 MAX_SEQLEN = 2**30 - 256  # sums of two row numbers are counted in 32 bits
-MAX_SCALE = torch.finfo(torch.float32).max / math.log2(math.e)
 SMALL_SHARED_MEMORY = ("sm_86", "sm_89", "sm_120", "sm_121")  # 99 KB a block
 
 
@@ -61,29 +57,9 @@ class TileLangBackend:
 
 def refusals(problem: Problem) -> list[str]:
     """Why the kernels of this folder cannot run `problem`: its target, dtype or sizes."""
-    reasons = []
     target = problem.target
-    if not target.startswith("sm_") or int(target[3:]) < 80:
-        reasons.append(f"target {target} is not an NVIDIA GPU of compute capability 8.0 or later")
-    elif torch.cuda.is_available() and find_nvcc() is None:
-        reasons.append(
-            "nvcc, with which TileLang compiles, is not found: install CUDA's toolkit, or set "
-            "CUDA_HOME to where it is"
-        )
-    elif torch.cuda.is_available() and get_cplus_compiler() is None:
-        reasons.append("a C++ compiler, which nvcc needs, is not found: install g++")
-    if problem.dtype not in DTYPES:
-        reasons.append(f"dtype {problem.dtype} is not among {', '.join(map(str, DTYPES))}")
-    if problem.head_dim > MAX_HEAD_DIM:
-        reasons.append(f"head_dim {problem.head_dim} is above {MAX_HEAD_DIM}")
-    if problem.head_dim_v != problem.head_dim:
-        reasons.append(f"head_dim_v {problem.head_dim_v} differs from head_dim {problem.head_dim}")
-    if max(problem.seqlen_q, problem.seqlen_k) > MAX_SEQLEN:
-        reasons.append(
-            f"a seqlen of {max(problem.seqlen_q, problem.seqlen_k)} is above {MAX_SEQLEN}"
-        )
-    if abs(problem.scale) > MAX_SCALE:
-        reasons.append(f"scale {problem.scale} times log2(e) does not fit fp32")
+    reasons = refused_target(target) or _missing_compilers()
+    reasons += refused_sizes(problem, MAX_SEQLEN)
     if (
         target in SMALL_SHARED_MEMORY
         and problem.dtype == torch.float32
@@ -95,6 +71,19 @@ def refusals(problem: Problem) -> list[str]:
             "has: torch.set_float32_matmul_precision('high') allows TF32, or keep head_dim to 128"
         )
     return reasons
+
+
+def _missing_compilers() -> list[str]:
+    if not torch.cuda.is_available():
+        return []  # to lower alone takes neither
+    if find_nvcc() is None:
+        return [
+            "nvcc, with which TileLang compiles, is not found: install CUDA's toolkit, or set "
+            "CUDA_HOME to where it is"
+        ]
+    if get_cplus_compiler() is None:
+        return ["a C++ compiler, which nvcc needs, is not found: install g++"]
+    return []
 
 
 backend = TileLangBackend()

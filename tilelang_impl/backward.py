@@ -35,6 +35,7 @@ import tilelang.language as T
 import torch
 from torch import Tensor
 
+from flash_rosetta.copy_engine import as_is, operand
 from flash_rosetta.layout import LaunchKey, contiguous, launch_key
 from flash_rosetta.problem import Problem
 from flash_rosetta.tilelang_impl.launch import Launch, Recipe
@@ -42,14 +43,12 @@ from flash_rosetta.tilelang_impl.tiles import Tile, padded_head_dim, tiles_for
 from flash_rosetta.tilelang_impl.tiling import (
     DTYPES,
     Engine,
-    as_is,
     await_products,
     await_tiles,
     can_use_tma,
     filling,
     load_tile,
     multiply,
-    operand,
     parts_of,
     put,
     store_tile,

@@ -8,11 +8,11 @@ import tempfile
 from pathlib import Path
 
 import tilelang
-import torch
 from tilelang import tvm
 from tilelang.contrib import nvcc
 
 from flash_rosetta.backend import KernelReport
+from flash_rosetta.kernels import plan_without_memory
 from flash_rosetta.problem import Problem
 from flash_rosetta.tilelang_impl.backward import plan_backward
 from flash_rosetta.tilelang_impl.forward import plan_forward
@@ -26,24 +26,9 @@ def compile_only(problem: Problem) -> list[KernelReport]:
     C++; the rest takes nvcc and ptxas, and is left out where they are missing. Raises what the
     compilers raise.
     """
-    with torch.device("meta"):  # sizes and strides are arguments: only their kind matters
-        q = torch.empty(_shape_q(problem), dtype=problem.dtype)
-        k = torch.empty(_shape_k(problem), dtype=problem.dtype)
-        launch, o, lse = plan_forward(q, k, k, problem)
-        launches = [launch]
-        if problem.needs_backward:
-            backward, *_ = plan_backward(q, lse, q, k, k, o, lse, problem)
-            launches += backward
+    launches = plan_without_memory(problem, plan_forward, plan_backward)
     report = _assemble if find_nvcc() else _source_alone
     return [report(*_lower(launch), problem.target) for launch in launches]
-
-
-def _shape_q(problem: Problem) -> tuple[int, ...]:
-    return problem.batch, problem.num_heads, problem.seqlen_q, problem.head_dim
-
-
-def _shape_k(problem: Problem) -> tuple[int, ...]:
-    return problem.batch, problem.num_kv_heads, problem.seqlen_k, problem.head_dim
 
 
 def _lower(launch: Launch) -> tuple[str, int, str]:

@@ -37,6 +37,7 @@ import torch
 from tilelang.layout import make_swizzled_layout
 from torch import Tensor
 
+from flash_rosetta.copy_engine import as_is, operand
 from flash_rosetta.layout import LaunchKey, contiguous, launch_key
 from flash_rosetta.problem import Problem
 from flash_rosetta.tilelang_impl.launch import Launch, Recipe
@@ -44,11 +45,9 @@ from flash_rosetta.tilelang_impl.tiles import ForwardTile, padded_head_dim, tile
 from flash_rosetta.tilelang_impl.tiling import (
     DTYPES,
     Engine,
-    as_is,
     can_use_tma,
     load_tile,
     multiply,
-    operand,
     parts_of,
     put,
     strided,

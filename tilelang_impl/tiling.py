@@ -6,13 +6,12 @@ head_dim and seqlen fit a tile without a copy. `Engine` says with what tiles mov
 macros below look at it while TileLang builds the kernel, not when the kernel runs.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import tilelang.language as T
 import torch
-from torch import Tensor
 
+from flash_rosetta import copy_engine
 from flash_rosetta.layout import Layout
 from flash_rosetta.problem import Problem
 
@@ -43,40 +42,10 @@ def parts_of(problem: Problem) -> int:
 def can_use_tma(problem: Problem, *inputs: Layout) -> bool:
     """Whether Hopper's copy engine can move tiles of the inputs and of our outputs.
 
-    It takes rows of unit stride, other strides that are positive multiples of 16 bytes below 2^40,
-    and a base aligned to 16 bytes. fp32 has no use for it: its products need more than a copy.
+    fp32 has no use for it: its products need more than a copy.
     """
-    itemsize = problem.dtype.itemsize
-    if problem.target != "sm_90" or itemsize != 2:
-        return False
-    if problem.head_dim * itemsize % 16:  # the row stride of a contiguous output
-        return False
-    for layout in inputs:
-        *strides, last = layout.stride
-        if last != 1 or layout.misalignment:
-            return False
-        for size, stride in zip(layout.shape, strides, strict=False):
-            if size > 1 and not _can_step(stride):
-                return False
-    return True
-
-
-def _can_step(stride: int) -> bool:
-    """Whether the copy engine takes a stride, counted in elements of 16 bits."""
-    return stride % 8 == 0 and 0 < stride < 1 << 39
-
-
-def operand(layout: Layout, tma: bool) -> Callable[[Tensor], Tensor]:
-    """What makes a kernel's argument of a tensor laid out so."""
-    if not tma or all(map(_can_step, layout.stride[:3])):
-        return as_is
-    # In a dimension of one element the tensor may have any stride, and the copy engine still not.
-    strides = [stride if _can_step(stride) else 8 for stride in layout.stride[:3]]
-    return lambda t: t.as_strided(layout.shape, [*strides, 1])
-
-
-def as_is(t: Tensor) -> Tensor:
-    return t
+    halves = problem.dtype.itemsize == 2
+    return problem.target == "sm_90" and halves and copy_engine.can_move(problem, *inputs)
 
 
 def strided(name: str, shape: tuple, dtype: str, engine: Engine):

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import math
-
-import torch
 from torch import Tensor
 
 from flash_rosetta.backend import KernelReport
+from flash_rosetta.kernels import DTYPES, refused_sizes, refused_target
 from flash_rosetta.problem import Problem
 from flash_rosetta.triton_impl.backward import plan_backward
 from flash_rosetta.triton_impl.compile_only import compile_only
 from flash_rosetta.triton_impl.forward import plan_forward
 from flash_rosetta.triton_impl.interpreter import INTERPRETED, faults
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_HEAD_DIM = 256
 MAX_SEQLEN = 2**31 - 1024  # rows are counted in 32 bits, a tile past the last one included
-MAX_SCALE = torch.finfo(torch.float32).max / math.log2(math.e)
 
 
 class TritonBackend:
@@ -59,33 +54,17 @@ class TritonBackend:
 
 def refusals(problem: Problem) -> list[str]:
     """Why the kernels of this folder cannot run `problem`: its target, dtype or sizes."""
-    reasons = []
+    reasons = refused_sizes(problem, MAX_SEQLEN)
     target = problem.target
-    if target == "cpu" and not INTERPRETED:
-        reasons.append(
-            "target cpu needs Triton's interpreter: set TRITON_INTERPRET=1 before importing triton"
-        )
-    elif target != "cpu" and INTERPRETED:
-        reasons.append(
-            f"target {target} cannot run while TRITON_INTERPRET=1 interprets the kernels"
-        )
-    elif target != "cpu" and (not target.startswith("sm_") or int(target[3:]) < 80):
-        reasons.append(f"target {target} is not an NVIDIA GPU of compute capability 8.0 or later")
-    if problem.dtype not in DTYPES:
-        reasons.append(f"dtype {problem.dtype} is not among {', '.join(map(str, DTYPES))}")
-    elif target == "cpu" and INTERPRETED:
-        reasons += faults(problem.dtype)
-    if problem.head_dim > MAX_HEAD_DIM:
-        reasons.append(f"head_dim {problem.head_dim} is above {MAX_HEAD_DIM}")
-    if problem.head_dim_v != problem.head_dim:
-        reasons.append(f"head_dim_v {problem.head_dim_v} differs from head_dim {problem.head_dim}")
-    if max(problem.seqlen_q, problem.seqlen_k) > MAX_SEQLEN:
-        reasons.append(
-            f"a seqlen of {max(problem.seqlen_q, problem.seqlen_k)} is above {MAX_SEQLEN}"
-        )
-    if abs(problem.scale) > MAX_SCALE:
-        reasons.append(f"scale {problem.scale} times log2(e) does not fit fp32")
-    return reasons
+    if target == "cpu" and INTERPRETED:
+        return reasons + (list(faults(problem.dtype)) if problem.dtype in DTYPES else [])
+    if target == "cpu":
+        cause = "needs Triton's interpreter: set TRITON_INTERPRET=1 before importing triton"
+    elif INTERPRETED:
+        cause = "cannot run while TRITON_INTERPRET=1 interprets the kernels"
+    else:
+        return [*refused_target(target), *reasons]
+    return [f"target {target} {cause}", *reasons]
 
 
 backend = TritonBackend()

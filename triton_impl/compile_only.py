@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
 import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
 from flash_rosetta.backend import KernelReport
+from flash_rosetta.kernels import plan_without_memory
 from flash_rosetta.problem import Problem
 from flash_rosetta.triton_impl.backward import plan_backward
 from flash_rosetta.triton_impl.forward import plan_forward
@@ -27,24 +27,9 @@ def compile_only(problem: Problem) -> list[KernelReport]:
 
     Strides and alignment are those of contiguous tensors. Raises what Triton's compiler raises.
     """
-    with torch.device("meta"):  # the compiler looks at sizes, strides and alignment alone
-        q = torch.empty(_shape_q(problem), dtype=problem.dtype)
-        k = torch.empty(_shape_k(problem), dtype=problem.dtype)
-        launch, o, lse = plan_forward(q, k, k, problem)
-        launches = [launch]
-        if problem.needs_backward:
-            backward, *_ = plan_backward(q, lse, q, k, k, o, lse, problem)
-            launches += backward
+    launches = plan_without_memory(problem, plan_forward, plan_backward)
     with _pretend_to_be(problem.target):
         return [_report(launch.compile(), problem.target) for launch in launches]
-
-
-def _shape_q(problem: Problem) -> tuple[int, ...]:
-    return problem.batch, problem.num_heads, problem.seqlen_q, problem.head_dim
-
-
-def _shape_k(problem: Problem) -> tuple[int, ...]:
-    return problem.batch, problem.num_kv_heads, problem.seqlen_k, problem.head_dim
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from flash_rosetta import copy_engine
 from flash_rosetta.layout import Layout
 from flash_rosetta.problem import Problem
 
@@ -23,23 +24,11 @@ from flash_rosetta.problem import Problem
 def can_use_tma(problem: Problem, *inputs: Layout) -> bool:
     """Whether the copy engine of sm_90 and later can move tiles of the inputs and of our outputs.
 
-    It takes rows of unit stride, other strides that are positive multiples of 16 bytes below 2^40,
-    and a base aligned to 16 bytes. The interpreter ("cpu") plays by the same rules.
+    The interpreter ("cpu") plays by the same rules.
     """
     target = problem.target
-    if target != "cpu" and not (target.startswith("sm_") and int(target[3:]) >= 90):
-        return False
-    itemsize = problem.dtype.itemsize
-    if problem.head_dim * itemsize % 16:  # the row stride of a contiguous output
-        return False
-    for layout in inputs:
-        *strides, last = layout.stride
-        if last != 1 or layout.misalignment:
-            return False
-        for size, stride in zip(layout.shape, strides, strict=False):
-            if size > 1 and (stride * itemsize % 16 or not 0 < stride * itemsize < 1 << 40):
-                return False
-    return True
+    has_one = target == "cpu" or (target.startswith("sm_") and int(target[3:]) >= 90)
+    return has_one and copy_engine.can_move(problem, *inputs)
 
 
 class _Descriptor(TensorDescriptor):

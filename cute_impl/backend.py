@@ -1,0 +1,64 @@
+"""The CuTe DSL backend: what it can run, and in which order its kernels are launched."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flash_rosetta.backend import KernelReport
+from flash_rosetta.cute_impl.backward import plan_backward
+from flash_rosetta.cute_impl.compile_only import compile_only
+from flash_rosetta.cute_impl.forward import plan_forward
+from flash_rosetta.cute_impl.launch import can_compile_for
+from flash_rosetta.kernels import refused_sizes, refused_target
+from flash_rosetta.problem import Problem
+
+MAX_SEQLEN = 2**30 - 256  # sums of two row numbers are counted in 32 bits
+
+
+class CuteBackend:
+    """FlashAttention-3 on Hopper, FlashAttention-2 elsewhere; see `forward.py` and `backward.py`.
+
+    fp32 is multiplied in TF32 where PyTorch's matmul precision allows it, else in three TF32
+    products for each, which keeps about fp32's accuracy.
+    """
+
+    name = "cute"
+
+    def why_not(self, problem: Problem) -> list[str]:
+        return refusals(problem)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+        launch, o, lse = plan_forward(q, k, v, problem)
+        launch.run()
+        return o, lse
+
+    def backward(
+        self,
+        do: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        problem: Problem,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        launches, dq, dk, dv = plan_backward(do, dlse, q, k, v, o, lse, problem)
+        for launch in launches:
+            launch.run()
+        return dq, dk, dv
+
+    def compile_only(self, problem: Problem) -> list[KernelReport]:
+        return compile_only(problem)
+
+
+def refusals(problem: Problem) -> list[str]:
+    """Why the kernels of this folder cannot run `problem`: its target, dtype or sizes."""
+    target = problem.target
+    reasons = refused_target(target)
+    if not reasons and not can_compile_for(target):
+        reasons.append(f"target {target} is unknown to the installed CuTe DSL")
+    return reasons + refused_sizes(problem, MAX_SEQLEN)
+
+
+backend = CuteBackend()

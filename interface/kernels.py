@@ -1,0 +1,63 @@
+"""What the kernel folders have in common: what none of them takes, and what they compile for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flash_rosetta.problem import Problem
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 256
+MAX_SCALE = torch.finfo(torch.float32).max / math.log2(math.e)
+
+
+def refused_target(target: str) -> list[str]:
+    """Why kernels that need an NVIDIA card with tensor cores for bf16 cannot run on a target."""
+    if target.startswith("sm_") and int(target[3:]) >= 80:
+        return []
+    return [f"target {target} is not an NVIDIA GPU of compute capability 8.0 or later"]
+
+
+def refused_sizes(problem: Problem, max_seqlen: int) -> list[str]:
+    """Why kernels cannot run a problem on any card: its dtype, sizes or scale."""
+    reasons = []
+    if problem.dtype not in DTYPES:
+        reasons.append(f"dtype {problem.dtype} is not among {', '.join(map(str, DTYPES))}")
+    if problem.head_dim > MAX_HEAD_DIM:
+        reasons.append(f"head_dim {problem.head_dim} is above {MAX_HEAD_DIM}")
+    if problem.head_dim_v != problem.head_dim:
+        reasons.append(f"head_dim_v {problem.head_dim_v} differs from head_dim {problem.head_dim}")
+    longest = max(problem.seqlen_q, problem.seqlen_k)
+    if longest > max_seqlen:
+        reasons.append(f"a seqlen of {longest} is above {max_seqlen}")
+    if abs(problem.scale) > MAX_SCALE:
+        reasons.append(f"scale {problem.scale} times log2(e) does not fit fp32")
+    return reasons
+
+
+def plan_without_memory(
+    problem: Problem, plan_forward: Callable[..., Any], plan_backward: Callable[..., Any]
+) -> list[Any]:
+    """The launches that a folder's two plans make for a problem, to compile them alone.
+
+    They are planned on contiguous tensors that have no memory: only their sizes, strides and
+    alignment matter to a compiler. The backward's come where `problem.needs_backward`.
+    """
+    with torch.device("meta"):
+        q = torch.empty(
+            (problem.batch, problem.num_heads, problem.seqlen_q, problem.head_dim),
+            dtype=problem.dtype,
+        )
+        k = torch.empty(
+            (problem.batch, problem.num_kv_heads, problem.seqlen_k, problem.head_dim),
+            dtype=problem.dtype,
+        )
+        launch, o, lse = plan_forward(q, k, k, problem)
+        if not problem.needs_backward:
+            return [launch]
+        launches, *_ = plan_backward(q, lse, q, k, k, o, lse, problem)
+    return [launch, *launches]
