@@ -124,6 +124,12 @@ def _faults(report: KernelReport, card: Card) -> list[str]:
             _multiplies(report) and not re.search(card.copy_engine, report.assembly),
             lambda: f"copies by hand: no {card.copy_engine} in its code",
         ),
+        (
+            # Only SASS can tell: without a bound on its registers a kernel loses them in silence.
+            bool(re.search(r"setmaxnreg[\s\S]*\bEXIT\b", report.assembly))
+            and "USETMAXREG" not in report.assembly,
+            lambda: "moves no registers between warpgroups: its PTX does, its SASS does not",
+        ),
         (bool(report.spill_bytes), lambda: f"spills {report.spill_bytes} bytes of registers"),
         (bool(report.warnings), lambda: f"has the assembler warn: {'; '.join(report.warnings)}"),
         (
@@ -138,6 +144,9 @@ def _faults(report: KernelReport, card: Card) -> list[str]:
     ]
 
 
+CODE = "cp.async.bulk.tensor.4d wgmma.mma_async.sync"
+
+
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
@@ -145,13 +154,13 @@ def _faults(report: KernelReport, card: Card) -> list[str]:
         ({"assembly": "cp.async.bulk.tensor mma.sync"}, "no tensor core"),
         ({"assembly": "wgmma.mma_async cp.async.ca"}, "copies by hand"),
         ({"warnings": ("products are serialized",)}, "are serialized"),
+        ({"assembly": f"{CODE} setmaxnreg.dec EXIT ;"}, "moves no registers"),
         ({"spill_bytes": 8}, "spills 8"),
         ({"shared_bytes": 228 * KIB}, "shared memory"),
     ],
 )
 def test_a_bad_kernel_is_noticed(changes: dict[str, Any], fault: str):
-    code = "cp.async.bulk.tensor.4d wgmma.mma_async.sync"
-    good = {"spill_bytes": 0, "shared_bytes": 227 * KIB, "assembly": code}
+    good = {"spill_bytes": 0, "shared_bytes": 227 * KIB, "assembly": CODE}
     common = {"kernel": "forward", "target": "sm_90", "registers": 128}
     assert not _faults(KernelReport(**common, **good), CARDS["sm_90"])
     (found,) = _faults(KernelReport(**common, **good | changes), CARDS["sm_90"])

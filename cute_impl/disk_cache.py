@@ -1,10 +1,11 @@
 """Compiled kernels on disk, so that a process need not compile what another one did.
 
-A file is the object code of one kernel and its launch, followed by the SHA-256 of that. Its name is
-another, of all that went into it: the kernel, its options, the card, this folder's source, the
-versions of what compiled it, the processor that the launch was compiled for. So a file that is there
-and whole is right, and nothing ever needs to be invalidated. Files appear by renaming: processes that
-write the same one at once do no harm. A folder that cannot be read or written is no error.
+A file is the object code of one kernel and its launch, followed by the SHA-256 of that. Its name
+has another, of all that went into it: the kernel, its options, the card, this folder's source, the
+versions of what compiled it, the processor that the launch was compiled for. So a file that is
+there and whole is right, and nothing ever needs to be invalidated. Files appear by renaming:
+processes that write the same one at once do no harm. A folder that cannot be read or written is no
+error.
 
 The folder is $FLASH_ROSETTA_CACHE_DIR/cute, or ~/.cache/flash-rosetta/cute.
 """
@@ -81,9 +82,8 @@ def _compiler() -> str:
     sources = [(file.name, file.read_bytes()) for file in sorted(here.glob("*.py"))]
     try:
         processor = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
-        features = [
-            line for line in processor.splitlines() if line.startswith(("flags", "Features"))
-        ]
+        described = ("flags", "Features")
+        features = [line for line in processor.splitlines() if line.startswith(described)]
     except OSError:
         features = [platform.processor()]
     settings = sorted(item for item in os.environ.items() if item[0].startswith("CUTE_DSL_"))

@@ -30,7 +30,7 @@ def can_move(problem: Problem, *inputs: Layout) -> bool:
 
 
 def can_step(stride: int, itemsize: int) -> bool:
-    """Whether the copy engine takes a stride, counted in elements, of any dimension but the last."""
+    """Whether the copy engine takes a stride in elements, of any dimension but the last."""
     return stride * itemsize % 16 == 0 and 0 < stride * itemsize < 1 << 40
 
 
