@@ -1,11 +1,13 @@
-"""Who races: the registered backends, and PyTorch's own attention with each kernel forced."""
+"""Who races: the registered backends, PyTorch's own attention with each kernel forced, others."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -168,6 +170,122 @@ class SdpaContender:
         ]
 
 
+class FlashAttn4Contender:
+    """The package flash-attn-4, FlashAttention in CuTe DSL, by its public function.
+
+    It takes and gives [batch, seqlen, heads, head_dim]: the race lays its tensors out so, outside
+    of the time taken.
+    """
+
+    name = "flash-attn-4"
+
+    def why_not(self, problem: Problem) -> list[str]:
+        reasons = []
+        if not _is_installed("flash_attn.cute"):
+            reasons.append("not installed: pip install flash-attn-4")
+        if problem.target not in ("sm_90", "sm_100", "sm_103", "sm_110"):
+            reasons.append(f"target {problem.target} has no forward and backward in it")
+        if problem.dtype not in (torch.float16, torch.bfloat16):
+            reasons.append(f"dtype {problem.dtype} is neither torch.float16 nor torch.bfloat16")
+        if problem.head_dim % 8 or problem.head_dim > 256:
+            reasons.append(f"head_dim {problem.head_dim} is no multiple of 8 up to 256")
+        bottom_right_offset = problem.seqlen_k - problem.seqlen_q
+        if problem.is_causal and problem.causal_offset != bottom_right_offset:
+            reasons.append("causal_alignment top_left is not what its causal means")
+        return reasons
+
+    def prepare(self, direction: Direction, inputs: Inputs, problem: Problem) -> Run:
+        q, k, v, do = (t.transpose(1, 2).contiguous() for t in inputs[:4])
+        options = {"softmax_scale": problem.scale, "causal": problem.is_causal}
+        if direction == "forward":
+
+            def forward() -> Outputs:
+                with torch.no_grad():
+                    return (self._attend(q, k, v, **options).transpose(1, 2),)
+
+            return forward
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        o = self._attend(*leaves, **options)
+
+        def backward() -> Outputs:
+            gradients = torch.autograd.grad(o, leaves, do, retain_graph=True)
+            return tuple(t.transpose(1, 2) for t in gradients)
+
+        return backward
+
+    def chosen(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def call(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self._attend(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        from flash_attn.cute import flash_attn_func
+
+        result = flash_attn_func(q, k, v, **options)
+        return result[0] if isinstance(result, tuple) else result  # some releases add lse
+
+
+class FlexContender:
+    """PyTorch's `flex_attention`, compiled: a Triton kernel made for each mask and each shape."""
+
+    name = "flex"
+
+    def __init__(self, named: bool):
+        self.named = named
+
+    def why_not(self, problem: Problem) -> list[str]:
+        reasons = []
+        if not problem.target.startswith("sm_"):
+            reasons.append(f"target {problem.target}: races on NVIDIA GPUs alone")
+        if problem.head_dim < 16:
+            reasons.append(f"head_dim {problem.head_dim} is below 16")
+        if not self.named:  # compiling takes longer than the whole rest of the race
+            reasons.append("races only when named: --against flex")
+        return reasons
+
+    def prepare(self, direction: Direction, inputs: Inputs, problem: Problem) -> Run:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        q, k, v, do, _ = inputs
+        options = {"scale": problem.scale, "enable_gqa": problem.num_kv_heads != problem.num_heads}
+        if problem.is_causal:
+            offset = problem.causal_offset
+            options["block_mask"] = create_block_mask(
+                lambda batch, head, i, j: j <= i + offset,
+                None, None, problem.seqlen_q, problem.seqlen_k, device=q.device,
+            )  # fmt: skip
+        flex = _compiled_flex()
+        if direction == "forward":
+            return lambda: (flex(q, k, v, **options),)
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        o = flex(*leaves, **options)
+        return lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)
+
+    def chosen(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def call(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o: Tensor = _compiled_flex()(q, k, v)
+        return o
+
+
+@lru_cache
+def _compiled_flex() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    torch._dynamo.config.recompile_limit = 1024  # one for each problem of the race
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@lru_cache
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ImportError:  # of the package around it, or by it
+        return False
+
+
 SDPA = {
     "sdpa-default": None,
     "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -175,23 +293,33 @@ SDPA = {
     "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
     "sdpa-math": SDPBackend.MATH,
 }
+OTHERS = ("flash-attn-4", "flex")
 
 
 def contenders(backends: list[str] | None, against: list[str] | None) -> list[Contender]:
-    """The backends named, or all; then the SDPA kernels named, or all.
+    """The backends named, or all; then the SDPA kernels and others named, or all.
 
     Raises ValueError for an unknown name.
     """
+    everybody = [*SDPA, *OTHERS]
     for name in backends or ():
         if name not in registry.names():
             raise ValueError(f"backend must be one of {', '.join(registry.names())}; got {name!r}")
     for name in against or ():
-        if name not in SDPA:
-            raise ValueError(f"against must be one of {', '.join(SDPA)}; got {name!r}")
+        if name not in everybody:
+            raise ValueError(f"against must be one of {', '.join(everybody)}; got {name!r}")
     return [
         *(BackendContender(name, named=bool(backends)) for name in backends or registry.names()),
-        *(SdpaContender(name, SDPA[name]) for name in against or SDPA),
+        *(_opponent(name, named=bool(against)) for name in against or everybody),
     ]
+
+
+def _opponent(name: str, named: bool) -> Contender:
+    if name == FlashAttn4Contender.name:
+        return FlashAttn4Contender()
+    if name == FlexContender.name:
+        return FlexContender(named)
+    return SdpaContender(name, SDPA[name])
 
 
 def longest_kernel(run: Callable[[], object]) -> str | None:

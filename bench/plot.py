@@ -15,6 +15,8 @@ COLOURS = {
     "sdpa-flash": "#56B4E9",
     "sdpa-efficient": "#E69F00",
     "sdpa-math": "#888888",
+    "flash-attn-4": "#AA4499",
+    "flex": "#F0E442",
 }
 LEFT_OUT = ("sdpa-default",)
 """Its line would lie on that of the kernel which it picked."""

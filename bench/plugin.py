@@ -32,7 +32,7 @@ CPU_ROUNDS = 2
 """On a CPU only the answer counts; two, so that the quartiles of pytest-benchmark exist."""
 
 
-WIDTH = 160
+WIDTH = 176
 """Columns that the tables need; a narrower terminal wraps their lines."""
 
 NO_NUMBER_KEYS = ("backend", "direction", "workload", "problem", "verdict", "reasons")
@@ -75,7 +75,7 @@ class Entrant:
 
     @property
     def is_yardstick(self) -> bool:
-        """PyTorch's own kernels are what is measured against: their faults fail nothing here."""
+        """Others' kernels are what is measured against: their faults fail nothing here."""
         return report.is_yardstick(self.contender.name)
 
 

@@ -97,7 +97,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="sdpa-default, -cudnn, -flash, -efficient or -math; may be repeated (default: all)",
+        help="sdpa-default, -cudnn, -flash, -efficient or -math, flash-attn-4 or flex; may be "
+        "repeated (default: all but flex, of those installed)",
     )
     add("--direction", choices=("forward", "backward", "both"), default="both")
     add("--head-dim", action="append", default=[], type=int, metavar="D", help="may be repeated")

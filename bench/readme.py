@@ -151,7 +151,7 @@ def _summary_lines(records: list[Record]) -> Iterator[str]:
         return
     others = list(rows[0][3])
     yield ""
-    yield "Geometric mean of a backend's rate as a share of each SDPA kernel's, over the heats:"
+    yield "Geometric mean of a backend's rate as a share of each rival's, over the heats:"
     yield ""
     yield from _table(
         ["backend", "direction", "inputs", *others],

@@ -13,7 +13,17 @@ from rich.table import Table
 Record = dict[str, Any]
 """One contender in one heat: the extra_info of pytest-benchmark's record."""
 
-YARDSTICKS = ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "sdpa-math")
+YARDSTICKS = {
+    "sdpa-cudnn": "% cudnn",
+    "sdpa-flash": "% flash",
+    "sdpa-efficient": "% effic.",
+    "sdpa-math": "% math",
+}
+"""PyTorch's kernels, and the heading over what others reach of their rate."""
+
+OTHERS = {"flash-attn-4": "% fa4", "flex": "% flex"}
+"""The same for those who need not be there."""
+
 DIRECTIONS = ("forward", "backward")
 
 _HEAT = ("direction", "workload", "problem")
@@ -64,8 +74,14 @@ def short(number: float) -> str:
 
 
 def is_yardstick(name: str) -> bool:
-    """Whether a contender is one of PyTorch's own."""
-    return name.startswith("sdpa-")
+    """Whether a contender is none of the backends: PyTorch's own, or a third party's."""
+    return name.startswith("sdpa-") or name in OTHERS
+
+
+def yardsticks(records: Iterable[Record]) -> list[str]:
+    """PyTorch's kernels, and the others of which there are records."""
+    present = {r["backend"] for r in records}
+    return [*YARDSTICKS, *(name for name in OTHERS if name in present)]
 
 
 def title_of(record: Record) -> str:
@@ -79,6 +95,7 @@ def speed_tables(
 ) -> Iterator[Table]:
     """One table for each direction: every contender of every heat, with all that was measured."""
     rate = rates(records)
+    others = yardsticks(records)
     for direction in DIRECTIONS:
         rows = [r for r in [*records, *_shown(without)] if r["direction"] == direction]
         if not rows:
@@ -93,10 +110,7 @@ def speed_tables(
             "ms",
             "iqr %",
             "TFLOP/s",
-            "% cudnn",
-            "% flash",
-            "% effic.",
-            "% math",
+            *((YARDSTICKS | OTHERS)[name] for name in others),
             "% matmul",
             "max error",
             "cold s",
@@ -110,12 +124,16 @@ def speed_tables(
             table.add_section()
             table.add_row(f"[bold]{heat_title(members[0])}")
             for record in members:
-                table.add_row(title_of(record), *_speed_cells(record, heat, rate, matmul))
+                table.add_row(title_of(record), *_speed_cells(record, heat, rate, others, matmul))
         yield table
 
 
 def _speed_cells(
-    record: Record, heat: tuple, rate: dict[tuple, float], matmul: float | None
+    record: Record,
+    heat: tuple,
+    rate: dict[tuple, float],
+    others: list[str],
+    matmul: float | None,
 ) -> list[str]:
     if "verdict" in record:
         return ["", "", f"[red]{record['verdict']}[/]"]
@@ -130,7 +148,7 @@ def _speed_cells(
         f"{record['ms']:.4f}",
         f"{100 * (record['ms_q75'] - record['ms_q25']) / record['ms']:.1f}",
         short(own),
-        *(percent(rate.get((heat, name))) for name in YARDSTICKS),
+        *(percent(rate.get((heat, name))) for name in others),
         percent(matmul),
         f"{record['max_error']:.1e}",
         f"{record['compile_s']:.2f}",
@@ -141,8 +159,9 @@ def _speed_cells(
 
 
 def summary(records: list[Record]) -> Iterator[tuple[str, str, str, dict[str, list[float]]]]:
-    """(backend, direction, kind of inputs, its rates over each SDPA kernel's, by kernel)."""
+    """(backend, direction, kind of inputs, its rates over each yardstick's, by yardstick)."""
     rate = rates(records)
+    others = yardsticks(records)
     names = dict.fromkeys(r["backend"] for r in records if not is_yardstick(r["backend"]))
     for name in names:
         for direction in DIRECTIONS:
@@ -156,22 +175,22 @@ def summary(records: list[Record]) -> Iterator[tuple[str, str, str, dict[str, li
                         and kind_of(heat[1]) == kind
                         and (theirs := rate.get((heat, other)))
                     ]
-                    for other in YARDSTICKS
+                    for other in others
                 }
                 if any(ratios.values()):
                     yield name, direction, kind, ratios
 
 
 def summary_table(records: list[Record]) -> Table | None:
-    """Geometric means of each backend's rate over each SDPA kernel's; None if there is no pair."""
+    """Geometric means of each backend's rate over each yardstick's; None if there is no pair."""
     table = Table(
-        title="Geometric mean of the rate, as a share of each SDPA kernel's (heats)",
+        title="Geometric mean of the rate, as a share of each rival's (heats)",
         box=box.SIMPLE_HEAD,
         title_justify="left",
     )
     for heading in ("backend", "direction", "inputs"):
         table.add_column(heading, no_wrap=True)
-    for name in YARDSTICKS:
+    for name in yardsticks(records):
         table.add_column(name, justify="right")
     for name, direction, kind, ratios in summary(records):
         cells = (f"{geometric_mean(r):.2f} ({len(r)})" if r else "" for r in ratios.values())

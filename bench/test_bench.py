@@ -5,12 +5,16 @@ import os
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 from flash_rosetta import Unsupported, registry
+from flash_rosetta.bench import contenders as contenders_module
 from flash_rosetta.bench import heat, readme, report, support, timing, workloads
 from flash_rosetta.bench.contenders import SDPA, BackendContender, SdpaContender, contenders
 from flash_rosetta.bench.heat import run_heat
@@ -217,12 +221,87 @@ def test_sdpa_and_backends_race_on_grouped_heads(direction):
 
 def test_contenders_are_everyone_unless_named():
     names = [c.name for c in contenders(None, None)]
-    assert names == [*registry.names(), *SDPA]
+    assert names == [*registry.names(), *SDPA, "flash-attn-4", "flex"]
     assert [c.name for c in contenders(["reference"], ["sdpa-math"])] == ["reference", "sdpa-math"]
+    assert [c.name for c in contenders(["reference"], ["flex"])] == ["reference", "flex"]
     with pytest.raises(ValueError, match=r"backend must be one of .*; got 'tritn'"):
         contenders(["tritn"], None)
     with pytest.raises(ValueError, match=r"against must be one of .*; got 'cudnn'"):
         contenders(None, ["cudnn"])
+
+
+@pytest.fixture
+def flash_attn(monkeypatch):
+    """A stand-in for flash-attn-4: its layout and its function, and what this was called with."""
+    calls = []
+
+    def flash_attn_func(q, k, v, softmax_scale=None, causal=False):
+        calls.append([t.is_contiguous() for t in (q, k, v)])
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        o = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=True
+        )
+        return o.transpose(1, 2), None
+
+    for name in ("flash_attn", "flash_attn.cute"):
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None, is_package=True)
+        module.flash_attn_func = flash_attn_func
+        monkeypatch.setitem(sys.modules, name, module)
+    contenders_module._is_installed.cache_clear()
+    yield calls
+    contenders_module._is_installed.cache_clear()
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_flash_attn_4_races_in_its_own_layout(direction, flash_attn, monkeypatch):
+    (contender,) = contenders(["reference"], ["flash-attn-4"])[1:]
+    workload, _ = tiny(direction, is_causal=True)
+    monkeypatch.setattr(contender, "why_not", lambda problem: [])  # it refuses a CPU
+    outcomes = run_heat(
+        workload, direction, [contender], timing.stopwatch(CPU), CPU, budget=0, rounds=2
+    )
+    assert outcomes["flash-attn-4"].verdict == "raced", outcomes["flash-attn-4"].reasons
+    assert flash_attn
+    assert all(all(contiguous) for contiguous in flash_attn)
+    q, k, v = workload.load(CPU)[:3]
+    assert contender.call(q, k[:, :2], v[:, :2]).shape == q.shape
+
+
+def test_others_race_where_they_are_installed_and_asked_for(flash_attn, monkeypatch):
+    (fa4,) = contenders(["reference"], ["flash-attn-4"])[1:]
+    problem = Problem(batch=1, num_heads=2, seqlen_q=64, seqlen_k=96, head_dim=64, target="sm_90")
+    assert fa4.why_not(problem) == []
+    for changes, reason in (
+        ({"head_dim": 12, "head_dim_v": 12}, "head_dim 12 is no multiple of 8"),
+        ({"dtype": torch.float32}, "dtype torch.float32"),
+        ({"target": "sm_80"}, "target sm_80"),
+        ({"is_causal": True}, "causal_alignment top_left"),
+    ):
+        (got,) = fa4.why_not(replace(problem, **changes))
+        assert reason in got
+    assert fa4.why_not(replace(problem, is_causal=True, causal_alignment="bottom_right")) == []
+    monkeypatch.delitem(sys.modules, "flash_attn.cute")
+    contenders_module._is_installed.cache_clear()
+    assert fa4.why_not(problem) == ["not installed: pip install flash-attn-4"]
+    named, unnamed = contenders(["reference"], ["flex"])[-1], contenders(["reference"], None)[-1]
+    assert named.why_not(problem) == []
+    assert unnamed.why_not(problem) == ["races only when named: --against flex"]
+    assert "target cpu" in named.why_not(replace(problem, target="cpu"))[0]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_is_given_the_whole_problem(monkeypatch):
+    """Without the compiler, which a CPU would need minutes for."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    monkeypatch.setattr(contenders_module, "_compiled_flex", lambda: flex_attention)
+    (flex,) = contenders(["reference"], ["flex"])[1:]
+    monkeypatch.setattr(flex, "why_not", lambda problem: [])
+    workload, _ = tiny(is_causal=True, seqlen_k=20, causal_alignment="bottom_right", scale=-0.3)
+    watch = timing.stopwatch(CPU)
+    outcomes = run_heat(workload, "forward", [flex], watch, CPU, budget=0, rounds=2)
+    assert outcomes["flex"].verdict == "raced", outcomes["flex"].reasons
 
 
 def test_slow_and_baseline_backends_race_on_a_gpu_only_when_named(monkeypatch):
@@ -361,6 +440,12 @@ def test_summary_is_the_geometric_mean(synthetic):
     assert len(ratios["sdpa-cudnn"]) == 24
     assert report.geometric_mean(ratios["sdpa-cudnn"]) == pytest.approx(500 / 600, rel=1e-3)
     assert ratios["sdpa-math"] == []
+    assert "flash-attn-4" not in ratios
+    ours = next(r for r in records if (r["workload"], r["backend"]) == ("grid", "triton"))
+    theirs = ours | {"backend": "flash-attn-4", "tflops": 250.0}
+    ratios = next(report.summary([*records, theirs]))[3]
+    assert ratios["flash-attn-4"] == [ours["tflops"] / 250]
+    assert report.is_yardstick("flash-attn-4")
     assert report.geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
 
 
