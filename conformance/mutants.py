@@ -51,6 +51,17 @@ MUTANTS = (
         [Edit("mask & (j <= i + problem.causal_offset)", "mask & (j <= i)")],
     ),
     Mutant(
+        "bottom_right_for_top_left",
+        "Dao-AILab/flash-attention#581",
+        forward_on("masked", only="causal-tl"),
+        [
+            Edit(
+                "mask & (j <= i + problem.causal_offset)",
+                "mask & (j <= i + problem.seqlen_k - problem.seqlen_q)",
+            )
+        ],
+    ),
+    Mutant(
         "no_diagonal_in_late_rows",
         "PaddlePaddle/flash-attention#48",
         forward_on("long"),
