@@ -51,6 +51,17 @@ MUTANTS = (
         [Edit("mask & (j <= i + problem.causal_offset)", "mask & (j <= i)")],
     ),
     Mutant(
+        "bottom_right_for_top_left",
+        "Dao-AILab/flash-attention#581",
+        forward_on("masked", only="causal-tl"),
+        [
+            Edit(
+                "mask & (j <= i + problem.causal_offset)",
+                "mask & (j <= i + problem.seqlen_k - problem.seqlen_q)",
+            )
+        ],
+    ),
+    Mutant(
         "no_diagonal_in_late_rows",
         "PaddlePaddle/flash-attention#48",
         forward_on("long"),
@@ -440,6 +451,26 @@ MUTANTS = (
         ],
     ),
     Mutant(
+        "heads_of_an_expanded_batch",
+        "Dao-AILab/flash-attention#2189",
+        forward_on("layout", only="expanded_batch"),
+        [
+            Edit(
+                "        self.tensors = tensors\n",
+                "        self.tensors = {\n"
+                "            name: t if t.stride(0) else t[:, :1].expand_as(t)\n"
+                "            for name, t in tensors.items()\n"
+                "        }\n",
+            )
+        ],
+    ),
+    Mutant(
+        "do_taken_for_dense",
+        "FlagOpen/FlagAttention#1",
+        backward_on("layout", only="sliced_gradients"),
+        [Edit("do=do, dq=dq", "do=do.as_strided(do.shape, dq.stride()), dq=dq")],
+    ),
+    Mutant(
         "strides_of_k_for_v",
         "pytorch/pytorch#138581",
         forward_on("layout", only="mixed"),
@@ -611,6 +642,19 @@ MUTANTS = (
         "Dao-AILab/flash-attention#2562, and what its early exit returns",
         Test("test_contract.py", "test_empty_dimensions"),
         [Edit("-torch.inf", "torch.inf")],
+        function="flash_rosetta.ops:run_forward",
+    ),
+    InterfaceMutant(
+        "lse_only_for_a_backward",
+        "wenet-e2e/wenet#2191, where reentrant checkpointing differs",
+        Test("test_pytorch.py", "test_checkpoint_recomputes_the_same", only="reentrant"),
+        [
+            Edit(
+                "return chosen.forward(q, k, v, problem)",
+                "o, lse = chosen.forward(q, k, v, problem)\n"
+                "        return o, lse if needs_backward else torch.zeros_like(lse)",
+            )
+        ],
         function="flash_rosetta.ops:run_forward",
     ),
     InterfaceMutant(

@@ -90,7 +90,7 @@ class Mutant:
     def is_caught_by(self, error: BaseException) -> bool:
         """Whether a check judged; a mutant that merely crashes has not been caught."""
         if self.is_refused_with is not None:
-            return self.is_refused_with in str(error)
+            return any(self.is_refused_with in str(e) for e in _with_causes(error))
         return isinstance(error, JUDGED)
 
     def why_not(self, problem: Problem) -> list[str]:
@@ -137,6 +137,13 @@ class Mutant:
                 )
             texts = [text.replace(edit.old, edit.new) for text in texts]
         return list(texts)
+
+
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what it was raised from: a compiler names the call first, then the fault."""
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 UNBROKEN = Mutant("unbroken", "nothing: it must pass what the mutants fail", None)

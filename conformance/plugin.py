@@ -24,6 +24,7 @@ import torch
 
 from flash_rosetta import Compilable, Problem, Unsupported, registry
 from flash_rosetta.conformance import capabilities, cases
+from flash_rosetta.conformance.lost_device import LostDevice
 from flash_rosetta.conformance.tally import Tallies
 from flash_rosetta.conformance.watchdog import Watchdog
 
@@ -62,7 +63,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="where the tensors live (default: cuda if there is a GPU)",
     )
     group.addoption("--json", metavar="PATH", help="write counts, failures and reasons as JSON")
-    group.addoption("--quick", action="store_true", help="only the cases that find most faults")
+    group.addoption(
+        "--quick",
+        action="store_true",
+        help="only the cases that find most faults, and nothing about the suite and the package "
+        "themselves; on a GPU no kernels are compiled for other cards",
+    )
     group.addoption(
         "--problem",
         metavar="ID",
@@ -142,6 +148,7 @@ def pytest_configure(config: pytest.Config) -> None:
     suite = config.stash[SUITE] = Suite(config)
     config.add_cleanup(suite.watchdog.close)
     config.pluginmanager.register(Tallies(must_run=suite.named))
+    config.pluginmanager.register(LostDevice(suite.device))
     wanted = suite.named or registry.names()
     if suite.device.type == "cpu":
         _use_one_thread(config)
@@ -266,14 +273,17 @@ def _capabilities_of(item: pytest.Item) -> list[str]:
 
 def _is_left_out(suite: Suite, item: pytest.Item) -> bool:
     if "compilable" in getattr(item, "fixturenames", ()) and _backend_of(item) is None:
-        return _is_ours(
-            item.path
-        )  # no backend compiles without a card, and pytest would report a skip for it
+        # No backend compiles without a card, and pytest would report a skip for it.
+        return _is_ours(item.path)
     if suite.problem is not None:
         return "case" not in getattr(item, "fixturenames", ())
-    if not _is_ours(item.path):
+    if not _is_ours(item.path) or not suite.is_quick:
         return False
-    return suite.is_quick and item.get_closest_marker("thorough") is not None
+    compiles_alone = "compilable" in getattr(item, "fixturenames", ())
+    for_other_cards = suite.device.type == "cuda" and compiles_alone
+    about_no_backend = _backend_of(item) is None
+    is_thorough = item.get_closest_marker("thorough") is not None
+    return is_thorough or about_no_backend or for_other_cards
 
 
 def _expect_failures(name: str, items: list[pytest.Item], is_partial: bool) -> None:

@@ -15,7 +15,14 @@ import torch
 
 import flash_rosetta
 from flash_rosetta import Problem
-from flash_rosetta.conformance import capabilities, cases, checks, kill_table, test_laws
+from flash_rosetta.conformance import (
+    capabilities,
+    cases,
+    checks,
+    kill_table,
+    lost_device,
+    test_laws,
+)
 from flash_rosetta.conformance.kill_table import Kill
 from flash_rosetta.conformance.mutants import MUTANTS, forward_on
 from flash_rosetta.conformance.nested import registered, run_suite
@@ -285,6 +292,29 @@ def test_quick_leaves_cases_out():
         for options in ([], ["--quick"])
     ]
     assert 10 < counts[1] < counts[0] / 2
+
+
+def test_quick_is_about_backends_alone():
+    files = ["test_contract.py", "test_reference.py", "test_packaging.py"]
+    _, printed = run_suite([Named("keen")], files, "--collect-only", "-q", "--quick")
+    assert "test_contract.py" in printed
+    assert "test_reference.py" not in printed
+    assert "test_packaging.py" not in printed
+
+
+def test_a_lost_device_ends_the_run(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(lost_device, "device_error", lambda device: "misaligned address")
+    status, printed = run_suite([named("base_2_lse")], FORWARD, "-k", "tiny")
+    assert status == pytest.ExitCode.INTERRUPTED
+    assert "1 failed" in printed
+    assert "lost the device (misaligned address)" in printed
+    assert "--deselect 'test_forward.py::test_o_and_lse[base_2_lse-" in printed
+
+
+def test_a_failure_that_leaves_the_device_alone_does_not_end_the_run():
+    status, printed = run_suite([named("base_2_lse")], FORWARD, "-k", "tiny")
+    assert status == pytest.ExitCode.TESTS_FAILED
+    assert "1 failed" not in printed
 
 
 def test_a_failure_says_what_where_and_how_to_see_it_again():
