@@ -1,6 +1,57 @@
-"""Tile sizes by head_dim, operand width and card, with the reason for each number."""
+"""Tile sizes by head_dim, operand width and card, with the reason for each number.
+
+Shared memory of a program, in bytes, for operands of 2 bytes and head_dim padded to D:
+    forward 2 D (query_stages tile_q + 2 num_stages tile_k + tile_q), the last of them for O
+A program may use 227 KB on sm_90.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flash_rosetta.cute_impl.tiling import PRODUCER_REGISTERS
+from flash_rosetta.problem import Problem
+
+
+@dataclass(frozen=True)
+class ForwardTile:
+    """Query rows and key rows that one program of Hopper's forward holds at a time.
+
+    A warpgroup owns 64 rows.
+
+    `num_stages`: slots of the rings of key and of value tiles; `query_stages`: of query tiles.
+    `programs`: how many should fit a multiprocessor; the compiler keeps to the registers for it.
+    `take_turns`: warpgroups start their products one after the other, so that each one's softmax
+    runs beside another's products.
+    """
+
+    tile_q: int
+    tile_k: int
+    num_stages: int = 2
+    query_stages: int = 1
+    programs: int = 1
+    take_turns: bool = False
+
+    @property
+    def warpgroups(self) -> int:
+        return self.tile_q // 64
+
+    @property
+    def registers(self) -> int:
+        """What a consumer's thread gets: what all threads start with, and the producer leaves.
+
+        That is 65536 shared evenly, in eights. A program that asked for more would wait for ever.
+        """
+        threads = 128 * (self.warpgroups + 1)
+        start = min(65536 // (threads * self.programs), 255) // 8 * 8
+        return (start * threads - 128 * PRODUCER_REGISTERS) // (128 * self.warpgroups) // 8 * 8
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """One tile for each of Hopper's kernels."""
+
+    forward: ForwardTile
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -9,3 +60,34 @@ def padded_head_dim(head_dim: int) -> int:
     At least 64, so that few kernels are compiled: each takes seconds.
     """
     return max(64, 1 << (head_dim - 1).bit_length())
+
+
+# Measured on an H200 (NOTES.md has the figures), but for a width of 256. Two warpgroups on each
+# multiprocessor at least, whose softmax and matrix products fill each other's gaps.
+HOPPER = {
+    # Two programs, whose queries need not be of one head: none waits for another at either end.
+    64: Tiles(forward=ForwardTile(64, 128, programs=2)),  # 80 KB, 232 registers
+    # 128 keys: all registers that P and the next S can have beside O. A second query tile, which
+    # the 32 KB left would hold, gains nothing.
+    128: Tiles(forward=ForwardTile(128, 128)),  # 192 KB, 240 registers
+    # The most keys that two stages have room for. Not measured.
+    256: Tiles(forward=ForwardTile(128, 48)),  # 224 KB, 240 registers
+}
+
+# Three warpgroups that share their keys ask L2 for a third of the bytes. Their registers still hold
+# 128 keys of P and S beside an O of 64 columns. Short problems pay for the rows that 192 leave
+# over, and, when causal, for programs that differ more in length.
+LONG_FORWARD = {
+    64: ForwardTile(192, 128, num_stages=3, query_stages=2, take_turns=True),  # 168 KB, 160 regs
+}
+LONG, LONG_CAUSAL = 512, 2048
+
+
+def tiles_for(problem: Problem) -> Tiles:
+    """The tiles that run `problem` on Hopper."""
+    width = padded_head_dim(problem.head_dim)
+    tiles = HOPPER[width]
+    long = LONG_CAUSAL if problem.is_causal else LONG
+    if width in LONG_FORWARD and problem.seqlen_q >= long:
+        tiles = replace(tiles, forward=LONG_FORWARD[width])
+    return tiles
