@@ -328,9 +328,7 @@ class Forward:
             )  # fmt: skip
 
     @cute.jit
-    def produce(
-        self, load_q, q, load_k, k, load_v, v, queries, keys, values, group_size, turns
-    ):  # fmt: skip
+    def produce(self, load_q, q, load_k, k, load_v, v, queries, keys, values, group_size, turns):
         """What the producer's warp does: key tiles go a tile ahead of value tiles."""
         groups = self.tile.warpgroups
         done = Int32(0)
