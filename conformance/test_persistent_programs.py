@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 
 from flash_rosetta import Problem, registry
+from flash_rosetta.turns import num_programs
 
 NEEDS = {"tilelang": "tilelang", "cute": "cutlass.cute"}
 """The backends that have such programs, and what must be installed for them."""
@@ -58,11 +59,10 @@ def work_of(problem: Problem, tile_q: int, tile_k: int, programs: int) -> list[i
     ],
     ids=str,
 )
-def test_no_program_has_more_to_do_than_if_all_took_part(modules, changes):
+def test_no_program_has_more_to_do_than_if_all_took_part(changes):
     sizes = {"batch": 2, "num_heads": 16, "seqlen_q": 4096, "head_dim": 128}
     problem = Problem(**sizes | changes)
-    tile = modules["tiles"].ForwardTile(128, 96)
-    programs = modules["forward"].num_programs(problem, tile, MOST)
+    programs = num_programs(problem, 128, 96, MOST)
     num_tiles = problem.batch * problem.num_heads * -(-problem.seqlen_q // 128)
     all_taking_part = min(num_tiles, MOST)
     assert 0 < programs <= all_taking_part
@@ -72,11 +72,10 @@ def test_no_program_has_more_to_do_than_if_all_took_part(modules, changes):
     assert most[programs] <= most[all_taking_part]
 
 
-def test_programs_of_a_causal_problem_have_equal_work(modules):
+def test_programs_of_a_causal_problem_have_equal_work():
     """Of 132 programs in turns over 128 tiles a head, one would have 1.5 times the mean."""
     problem = Problem(batch=1, num_heads=16, seqlen_q=16384, head_dim=128, is_causal=True)
-    tile = modules["tiles"].ForwardTile(128, 128)
-    assert modules["forward"].num_programs(problem, tile, MOST) == 128
+    assert num_programs(problem, 128, 128, MOST) == 128
     assert len({*work_of(problem, 128, 128, 128)}) == 1
     uneven = work_of(problem, 128, 128, MOST)
     assert max(uneven) > 1.4 * sum(uneven) / MOST

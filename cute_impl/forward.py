@@ -33,7 +33,6 @@ from functools import lru_cache
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-import numpy as np
 import torch
 from cutlass import Boolean, Float32, Int32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
@@ -75,6 +74,7 @@ from flash_rosetta.cute_impl.tiling import (
 )
 from flash_rosetta.layout import LaunchKey, contiguous, launch_key
 from flash_rosetta.problem import Problem
+from flash_rosetta.turns import multiprocessors, num_programs
 
 
 def plan_forward(
@@ -112,43 +112,12 @@ def _recipe(key: LaunchKey) -> Recipe:
     tile = tiles_for(problem).forward
     num_tiles = -(-problem.seqlen_q // tile.tile_q)
     total = num_tiles * problem.num_heads * problem.batch
-    programs = num_programs(problem, tile, tile.programs * multiprocessors(key.device))
+    programs = num_programs(
+        problem, tile.tile_q, tile.tile_k, tile.programs * multiprocessors(key.device)
+    )
     scalars = (*scalars, num_tiles, problem.group_size, total, programs)
     options |= {"is_causal": problem.is_causal, "tile": tile}
     return Recipe(Forward, key, operands, scalars, options)
-
-
-def num_programs(problem: Problem, tile: ForwardTile, most: int) -> int:
-    """How many programs share the query tiles in turns (`Turns.index`), `most` at most.
-
-    In a causal problem a program's tiles differ in length. Where `most` and a head's number of
-    tiles have little in common, turns even that out; but of 132 programs in turns over 128 tiles a
-    head the busiest has 1.5 times the mean, and of 128 programs no more than the mean. So that
-    number of the last sixteenth up to `most` is taken whose busiest program has the least to do.
-    """
-    num_tiles = -(-problem.seqlen_q // tile.tile_q)
-    total = num_tiles * problem.num_heads * problem.batch
-    if not problem.is_causal or total <= most:
-        return min(total, most)
-    last_row = np.arange(num_tiles, 0, -1) * tile.tile_q + problem.causal_offset
-    key_tiles = -(-np.clip(last_row, 0, problem.seqlen_k) // tile.tile_k)
-    index = np.arange(min(total, 64 * most))  # turns repeat themselves: no need to count them all
-    work = (1 + key_tiles)[index % num_tiles]  # one for what each tile costs beside its keys
-
-    def most_work(programs: int) -> float:
-        turn = index % programs
-        program = np.where(index // programs % 2 == 0, turn, programs - 1 - turn)
-        return np.bincount(program, work).max()
-
-    return min(range(most, most - most // 16 - 1, -1), key=most_work)
-
-
-@lru_cache
-def multiprocessors(device: int | None) -> int:
-    """How many a device has; where there is none, to compile alone, as many as an H200."""
-    if device is None:
-        return 132
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class Turns(Fixed):
