@@ -248,7 +248,7 @@ def _head_dims(lane: Lane) -> Iterator[Case]:
     """Widths that fill no tile: padded columns must not count, nor change the scale."""
     for head_dim, mask in zip(lane.head_dims, itertools.cycle(MASKS)):
         problem = lane.problem(head_dim=head_dim, **mask)
-        yield Case(purpose="head_dim", problem=problem, is_quick=head_dim in (33, 72, 160))
+        yield Case(purpose="head_dim", problem=problem, is_quick=head_dim in (33, 72))
 
 
 def _groups(lane: Lane) -> Iterator[Case]:

@@ -149,6 +149,7 @@ def test_meta_tensors_have_shapes():
     assert (o.shape, lse.shape) == (q.shape, q.shape[:3])
 
 
+@pytest.mark.thorough
 @pytest.mark.capability("compile")
 @pytest.mark.limit(COMPILE_LIMIT_S)
 def test_compiles_with_a_scale_that_changes(backend: str, lane: Lane, device: torch.device):
@@ -180,6 +181,7 @@ def test_traces_with_sizes_that_are_symbols(
     assert torch.equal(traced(q, k, v), want)
 
 
+@pytest.mark.thorough
 @pytest.mark.limit(COMPILE_LIMIT_S)
 def test_compiles_under_autocast(backend: str, lane: Lane, device: torch.device):
     """Autocast around the compiled function, and inside it."""

