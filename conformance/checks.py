@@ -244,6 +244,29 @@ def compare(
         pytest.fail(_failure(backend, problem, label, reports), pytrace=False)
 
 
+def agree(problem: Problem, name: str, got: Tensor, want: Tensor, times: float = 2) -> None:
+    """Judge two results of one backend that must be equal but for rounding, `times` over.
+
+    Gradients may be that far apart in two calls with the same inputs: their sums may come in any
+    order, unless the problem is deterministic.
+    """
+    allowed = budget.budget_of(problem)
+    wider = replace(
+        allowed, tensor=times * allowed.tensor, row=times * allowed.row, lse=times * allowed.lse
+    )
+    verdict = budget.compare(name, got, want.double(), wider)
+    assert verdict.passed, f"{problem.id}: {verdict}"
+
+
+def agree_but_for_order(problem: Problem, got: Outputs, want: Outputs) -> None:
+    """Judge two answers to the same question: o and lse to the bit, gradients but for rounding."""
+    for name, tensor in got.items():
+        if name in GRADIENTS:
+            agree(problem, name, tensor, want[name])
+        else:
+            assert torch.equal(tensor, want[name]), f"{name} differs"
+
+
 def _failure(backend: str, problem: Problem, label: str, reports: list[str]) -> str:
     what = f"{backend} is wrong on {label or problem.id}"
     return "\n".join([what, *reports, f"again: {rerun_command(backend, problem)}"])

@@ -13,7 +13,6 @@ from flash_rosetta import Inputs, Problem
 from flash_rosetta.conformance import checks
 from flash_rosetta.conformance.cases import LAYOUTS, Lane
 from flash_rosetta.conformance.strategies import for_every
-from flash_rosetta.reference import budget
 
 FULL = {"is_causal": False}
 TOP_LEFT = {"is_causal": True, "causal_alignment": "top_left"}
@@ -23,18 +22,6 @@ def dense(problem: Problem, device: torch.device) -> Inputs:
     return LAYOUTS["dense"](problem.inputs(device))
 
 
-def assert_agree(
-    problem: Problem, name: str, got: torch.Tensor, want: torch.Tensor, times: float = 2
-) -> None:
-    """Two results of one backend that are equal but for rounding, `times` over."""
-    allowed = budget.budget_of(problem)
-    wider = replace(
-        allowed, tensor=times * allowed.tensor, row=times * allowed.row, lse=times * allowed.lse
-    )
-    verdict = budget.compare(name, got, want.double(), wider)
-    assert verdict.passed, f"{problem.id}: {verdict}"
-
-
 def test_permuting_keys_changes_nothing(backend: str, lane: Lane, device: torch.device):
     def law(problem: Problem, data: st.DataObject) -> None:
         order = torch.tensor(data.draw(st.permutations(range(problem.seqlen_k))), device=device)
@@ -42,7 +29,7 @@ def test_permuting_keys_changes_nothing(backend: str, lane: Lane, device: torch.
         got = checks.run(backend, x, problem)
         permuted = checks.run(backend, x._replace(k=x.k[:, :, order], v=x.v[:, :, order]), problem)
         for name in ("o", "lse"):
-            assert_agree(problem, name, permuted[name], got[name])
+            checks.agree(problem, name, permuted[name], got[name])
 
     for_every(backend, lane, device, law, **FULL)
 
@@ -55,8 +42,8 @@ def test_shifting_scores_shifts_lse_alone(backend: str, lane: Lane, device: torc
         shift = torch.linspace(-1, 1, problem.head_dim, device=device)
         got = checks.run(backend, x, problem)
         shifted = checks.run(backend, x._replace(k=x.k + shift), problem)
-        assert_agree(problem, "o", shifted.o, got.o)
-        assert_agree(problem, "lse", shifted.lse, got.lse + problem.scale * (x.q @ shift))
+        checks.agree(problem, "o", shifted.o, got.o)
+        checks.agree(problem, "lse", shifted.lse, got.lse + problem.scale * (x.q @ shift))
 
     for_every(backend, lane, device, law, dtype=torch.float32)
 
@@ -73,7 +60,7 @@ def test_o_is_linear_in_v(backend: str, lane: Lane, device: torch.device):
             checks.run(backend, x._replace(v=v.contiguous()), problem).o.double()
             for v in (x.v, other, combined)
         )
-        assert_agree(problem, "o", o_combined, a * o + b * o_other, times=4)
+        checks.agree(problem, "o", o_combined, a * o + b * o_other, times=4)
 
     for_every(backend, lane, device, law)
 
@@ -108,7 +95,7 @@ def test_groups_equal_heads_repeated(backend: str, lane: Lane, device: torch.dev
         repeated = replace(problem, num_kv_heads=problem.num_heads)
         want = checks.run(backend, x._replace(**alone), repeated)
         for name in ("o", "lse"):
-            assert_agree(problem, name, got[name], want[name])
+            checks.agree(problem, name, got[name], want[name])
 
     for_every(backend, lane, device, law)
 
@@ -131,8 +118,8 @@ def test_parts_merged_by_lse_equal_the_whole(backend: str, lane: Lane, device: t
         ]
         lse = torch.logaddexp(*(part.lse.double() for part in parts))
         o = sum((part.lse.double() - lse).exp()[..., None] * part.o.double() for part in parts)
-        assert_agree(problem, "lse", whole.lse, lse)
-        assert_agree(problem, "o", whole.o, o)
+        checks.agree(problem, "lse", whole.lse, lse)
+        checks.agree(problem, "o", whole.o, o)
 
     for_every(backend, lane, device, law, **FULL)
 
@@ -147,6 +134,6 @@ def test_the_gradient_of_a_sum_in_v_counts_rows(backend: str, lane: Lane, device
         columns = dv.sum(2)
         blind = max(0, -problem.causal_offset) if problem.is_causal else 0
         rows = problem.group_size * (problem.seqlen_q - min(blind, problem.seqlen_q))
-        assert_agree(problem, "dv", columns, torch.full_like(columns, rows))
+        checks.agree(problem, "dv", columns, torch.full_like(columns, rows))
 
     for_every(backend, lane, device, law)
