@@ -55,7 +55,9 @@ def attention(
         TypeError, ValueError: for arguments outside the above; names the argument and its value.
         Unsupported: the named backend cannot run this problem; carries every reason.
 
-    Differentiable once, in reverse: second derivatives and forward-mode tangents raise.
+    Differentiable once, in reverse: second derivatives and forward-mode tangents raise. Gradients
+    repeat to the bit under `torch.use_deterministic_algorithms(True)`; without it a backend may add
+    up its sums in any order.
     """
     folded = isinstance(q, Tensor) and q.dim() == 3
     q, k, v, scale, needs_backward = _read(q, k, v, is_causal, causal_alignment, scale, return_lse)
