@@ -34,6 +34,8 @@ ONLY_IN_ONE = {
     "disk_cache.py",
     "softmax.py",
     "portable_forward.py",
+    "portable_backward.py",
+    "portable_tiling.py",
 }
 """Files that one kernel folder may have alone: the first rung of Triton's ladder, probes of its
 interpreter, which the other languages lack, what CuTe DSL leaves to us, and where its kernels for

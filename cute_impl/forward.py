@@ -42,7 +42,7 @@ from torch import Tensor
 
 from flash_rosetta.copy_engine import as_is, operand
 from flash_rosetta.cute_impl.launch import Launch, Recipe
-from flash_rosetta.cute_impl.portable_forward import PortableForward
+from flash_rosetta.cute_impl.portable_forward import portable_recipe
 from flash_rosetta.cute_impl.softmax import (
     RowStatistics,
     finish,
@@ -91,8 +91,6 @@ def plan_forward(
 def _recipe(key: LaunchKey) -> Recipe:
     problem = key.problem
     q, k, v = key.layouts
-    o = contiguous(*q.shape)
-    tma = can_use_tma(problem, q, k, v)
     factor = abs(problem.scale) * math.log2(math.e)
     if factor < torch.finfo(torch.float32).tiny:
         factor = 0.0
@@ -105,10 +103,8 @@ def _recipe(key: LaunchKey) -> Recipe:
         # Without a mask every query sees key seqlen_k - 1, which this offset says as well.
         problem.causal_offset if problem.is_causal else problem.seqlen_k,
     )
-    options = {"dtype": problem.dtype, "width": padded_head_dim(problem.head_dim)}
-    operands = *(operand(t, tma) for t in (q, k, v, o)), as_is
-    if not tma:
-        return Recipe(PortableForward, key, operands, scalars, options)
+    if not can_use_tma(problem, q, k, v):
+        return portable_recipe(key, scalars)
     tile = tiles_for(problem).forward
     num_tiles = -(-problem.seqlen_q // tile.tile_q)
     total = num_tiles * problem.num_heads * problem.batch
@@ -116,7 +112,13 @@ def _recipe(key: LaunchKey) -> Recipe:
         problem, tile.tile_q, tile.tile_k, tile.programs * multiprocessors(key.device)
     )
     scalars = (*scalars, num_tiles, problem.group_size, total, programs)
-    options |= {"is_causal": problem.is_causal, "tile": tile}
+    operands = *(operand(t, True) for t in (q, k, v, contiguous(*q.shape))), as_is
+    options = {
+        "dtype": problem.dtype,
+        "width": padded_head_dim(problem.head_dim),
+        "is_causal": problem.is_causal,
+        "tile": tile,
+    }
     return Recipe(Forward, key, operands, scalars, options)
 
 

@@ -2,7 +2,11 @@
 
 Shared memory of a program, in bytes, for operands of 2 bytes and head_dim padded to D:
     forward 2 D (query_stages tile_q + 2 num_stages tile_k + tile_q), the last of them for O
-A program may use 227 KB on sm_90.
+of the portable kernels, for operands of `itemsize` bytes:
+    forward (tile_q + 2 num_stages tile_k) D itemsize
+    dk/dv (2 tile_k + 2 num_stages tile_q) D itemsize, and 8 num_stages tile_q of statistics
+    dq (2 tile_q + 2 num_stages tile_k) D itemsize
+A program may use 227 KB on sm_90 and sm_100, 163 KB on sm_80, 99 KB on sm_86, sm_89 and sm_120.
 """
 
 from __future__ import annotations
@@ -90,4 +94,87 @@ def tiles_for(problem: Problem) -> Tiles:
     long = LONG_CAUSAL if problem.is_causal else LONG
     if width in LONG_FORWARD and problem.seqlen_q >= long:
         tiles = replace(tiles, forward=LONG_FORWARD[width])
+    return tiles
+
+
+@dataclass(frozen=True)
+class PortableTile:
+    """Query rows and key rows that one program of a portable kernel holds at a time, and its warps.
+
+    In the backward `tile_q` divides 128, to which it pads its row statistics.
+
+    `warps` share the rows that the program owns; `column_groups`: see `portable_tiling.Engine`.
+    `num_stages`: slots of the ring of tiles that the program visits.
+    `programs`: how many should fit a multiprocessor; the compiler keeps to the registers for it.
+    """
+
+    tile_q: int
+    tile_k: int
+    warps: int = 4
+    column_groups: int = 1
+    num_stages: int = 1
+    programs: int = 1
+
+
+@dataclass(frozen=True)
+class PortableTiles:
+    """One tile for each portable kernel."""
+
+    forward: PortableTile
+    dkdv: PortableTile
+    dq: PortableTile
+
+
+# For all cards: compiled without spills, within the 99 KB of sm_89. Not measured. A warp that owns
+# 32 rows reads each operand from shared memory half as often as with 16, and shared memory is what
+# limits mma.sync; 255 registers hold that up to a width of 128 in the forward and 64 in dq.
+PORTABLE = {
+    64: PortableTiles(
+        forward=PortableTile(128, 64, num_stages=2, programs=2),  # 48 KB
+        dkdv=PortableTile(64, 64, num_stages=2, programs=2),  # 49 KB
+        dq=PortableTile(128, 32, num_stages=2, programs=2),  # 48 KB
+    ),
+    128: PortableTiles(
+        forward=PortableTile(128, 32, num_stages=2, programs=2),  # 64 KB
+        dkdv=PortableTile(32, 64, num_stages=2, programs=2),  # 64 KB
+        dq=PortableTile(64, 64, programs=2),  # 64 KB
+    ),
+    256: PortableTiles(
+        forward=PortableTile(64, 64),  # 96 KB
+        # dK and dV of 32 keys fill the registers of two warps; two more share their columns.
+        dkdv=PortableTile(32, 32, warps=2, column_groups=2, programs=2),  # 64 KB
+        dq=PortableTile(64, 32),  # 96 KB
+    ),
+}
+
+# Operands of twice the bytes, so tiles of half the rows. Exact fp32 is split in registers: its
+# tiles are the same.
+PORTABLE_FP32 = {
+    64: PortableTiles(
+        forward=PortableTile(64, 64, programs=2),  # 48 KB
+        dkdv=PortableTile(32, 64, programs=2),  # 48 KB
+        dq=PortableTile(64, 32, programs=2),  # 48 KB
+    ),
+    128: PortableTiles(
+        forward=PortableTile(64, 32, programs=2),  # 64 KB
+        dkdv=PortableTile(16, 64, programs=2),  # 80 KB
+        dq=PortableTile(64, 32, programs=2),  # 96 KB
+    ),
+    256: PortableTiles(
+        forward=PortableTile(64, 16),  # 96 KB
+        dkdv=PortableTile(16, 32, warps=2, column_groups=2),  # 96 KB
+        dq=PortableTile(32, 16, warps=2, column_groups=2),  # 96 KB
+    ),
+}
+
+
+def portable_tiles_for(problem: Problem, vector: bool) -> PortableTiles:
+    """The tiles that run `problem` on any card; `vector`: copied 16 bytes at a time."""
+    width = padded_head_dim(problem.head_dim)
+    if problem.dtype.itemsize == 4:
+        return PORTABLE_FP32[width]
+    tiles = PORTABLE[width]
+    if width == 64 and not vector:
+        # The addresses of single elements take registers too: 128 rows would spill.
+        return replace(tiles, forward=replace(tiles.forward, tile_q=64))
     return tiles
