@@ -376,7 +376,7 @@ class Forward:
                     if const_expr(tile.take_turns):
                         cute.arch.barrier(barrier_id=turn, number_of_threads=256)
                     # (1) S = Q K^T [64, tile_k], of the first tile
-                    multiply(qk, s, q_left, q_slot, k_right, keys.slot(done), False)
+                    multiply(qk, s, q_left, k_right, False, q_slot, keys.slot(done))
                     if const_expr(tile.take_turns):
                         cute.arch.barrier_arrive(barrier_id=next_turn, number_of_threads=256)
                     warpgroup.wait_group(0)
@@ -403,9 +403,9 @@ class Forward:
                         if const_expr(tile.take_turns):
                             cute.arch.barrier(barrier_id=turn, number_of_threads=256)
                         # (1) S = Q K^T of the next tile, and beside it O += P V of this one
-                        multiply(qk, s, q_left, q_slot, k_right, keys.slot(done + 1), False)
+                        multiply(qk, s, q_left, k_right, False, q_slot, keys.slot(done + 1))
                         values.await_tile(done)
-                        multiply(pv, acc, p, None, v_right, values.slot(done), True)
+                        multiply(pv, acc, p, v_right, True, b_slot=values.slot(done))
                         if const_expr(tile.take_turns):
                             cute.arch.barrier_arrive(barrier_id=next_turn, number_of_threads=256)
                         warpgroup.wait_group(1)
@@ -426,7 +426,7 @@ class Forward:
                         rescale(acc, row.alpha)
                     values.await_tile(done)
                     # O += P V of the last tile
-                    multiply(pv, acc, p, None, v_right, values.slot(done), True)
+                    multiply(pv, acc, p, v_right, True, b_slot=values.slot(done))
                     warpgroup.wait_group(0)
                     values.release(done)
                     done += 1

@@ -2,6 +2,7 @@
 
 Shared memory of a program, in bytes, for operands of 2 bytes and head_dim padded to D:
     forward 2 D (query_stages tile_q + 2 num_stages tile_k + tile_q), the last of them for O
+    backward 2 D (256 + 2 num_stages tile_q), and 512 tile_q for dS, 4 D tile_q for dQ
 of the portable kernels, for operands of `itemsize` bytes:
     forward (tile_q + 2 num_stages tile_k) D itemsize
     dk/dv (2 tile_k + 2 num_stages tile_q) D itemsize, and 8 num_stages tile_q of statistics
@@ -52,10 +53,22 @@ class ForwardTile:
 
 
 @dataclass(frozen=True)
+class BackwardTile:
+    """Query rows that one program of Hopper's backward, which owns 128 keys, holds at a time.
+
+    `num_stages`: slots of the rings of query and of dO tiles.
+    """
+
+    tile_q: int
+    num_stages: int = 2
+
+
+@dataclass(frozen=True)
 class Tiles:
-    """One tile for each of Hopper's kernels."""
+    """One tile for each of Hopper's kernels; no backward where none is."""
 
     forward: ForwardTile
+    backward: BackwardTile | None = None
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -70,10 +83,18 @@ def padded_head_dim(head_dim: int) -> int:
 # multiprocessor at least, whose softmax and matrix products fill each other's gaps.
 HOPPER = {
     # Two programs, whose queries need not be of one head: none waits for another at either end.
-    64: Tiles(forward=ForwardTile(64, 128, programs=2)),  # 80 KB, 232 registers
+    64: Tiles(
+        forward=ForwardTile(64, 128, programs=2),  # 80 KB, 232 registers
+        # As many queries as registers hold S^T and dP^T of: the fewer visits, the fewer meetings.
+        backward=BackwardTile(128),  # 194 KB, 240 registers
+    ),
     # 128 keys: all registers that P and the next S can have beside O. A second query tile, which
     # the 32 KB left would hold, gains nothing.
-    128: Tiles(forward=ForwardTile(128, 128)),  # 192 KB, 240 registers
+    128: Tiles(
+        forward=ForwardTile(128, 128),  # 192 KB, 240 registers
+        # dK and dV take twice the registers. 80 queries spill.
+        backward=BackwardTile(64),  # 193 KB, 240 registers
+    ),
     # The most keys that two stages have room for. Not measured.
     256: Tiles(forward=ForwardTile(128, 48)),  # 224 KB, 240 registers
 }

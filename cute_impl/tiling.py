@@ -14,7 +14,7 @@ import math
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Int32, Uint32
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 
@@ -118,10 +118,11 @@ class Ring(Fixed):
             cute.arch.mbarrier_init(self.empty + slot, consumer_warps)
 
     def slot(self, n):
-        return n % self.slots if self.slots > 1 else 0
+        # Unsigned: the remainder of what may be negative takes more instructions.
+        return Int32(Uint32(n) % self.slots) if self.slots > 1 else 0
 
     def parity(self, n):
-        return (n // self.slots) % 2
+        return Int32(Uint32(n) // self.slots % 2)
 
     def begin_fill(self, n):
         """The producer: wait for the n-th filling's slot. Returns the barrier its copies tell."""
@@ -171,10 +172,12 @@ def tiles_of(move: cute.CopyAtom, tiles: cute.Tensor, x: cute.Tensor):
     )
 
 
-def multiply(product: cute.TiledMma, acc, a, a_slot, b, b_slot, add: bool | Boolean) -> None:
+def multiply(
+    product: cute.TiledMma, acc, a, b, add: bool | Boolean, a_slot=None, b_slot=None
+) -> None:
     """Start acc = a b, or acc += a b to `add`, as one group to wait for.
 
-    a and b are rings of operands, or a is registers, where `a_slot` is None.
+    a and b are operands, or rings of them, of which to take a slot.
     """
     atom = cute.make_mma_atom(product.op)  # a new one: what is set of it holds in this block alone
     warpgroup.fence()
@@ -182,7 +185,8 @@ def multiply(product: cute.TiledMma, acc, a, a_slot, b, b_slot, add: bool | Bool
         atom.set(warpgroup.Field.ACCUMULATE, add if step == 0 else True)
         # Slot and step in one: apart, each step's address is a sum of 64 bits, in two instructions.
         a_step = a[None, None, step] if a_slot is None else a[None, None, step, a_slot]
-        cute.gemm(atom, acc, a_step, b[None, None, step, b_slot], acc)
+        b_step = b[None, None, step] if b_slot is None else b[None, None, step, b_slot]
+        cute.gemm(atom, acc, a_step, b_step, acc)
     warpgroup.commit_group()
 
 
@@ -207,9 +211,14 @@ def as_left_operand(x: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(x.iterator, cute.make_layout(((2, 2, 2), 1, cute.size(x) // 8)))
 
 
-def put_tile(product: cute.TiledMma, thread, acc: cute.Tensor, tile: cute.Tensor) -> None:
-    """Write `thread`'s part of a rounded accumulator of `product` to a tile in shared memory."""
-    stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), acc.element_type)
+def put_tile(
+    product: cute.TiledMma, thread, acc: cute.Tensor, tile: cute.Tensor, transpose: bool = False
+) -> None:
+    """Write `thread`'s part of a rounded accumulator of `product` to a tile in shared memory.
+
+    `transpose`: the tile's columns, not its rows, are those that lie in one piece.
+    """
+    stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose, 4), acc.element_type)
     copy = cute.make_tiled_copy_C(stmatrix, product).get_slice(thread)
     cute.copy(stmatrix, copy.retile(acc), copy.partition_D(tile))
 
