@@ -528,7 +528,7 @@ class OnePass:
         all others since the last wait for everything: hence three such waits, each where little is
         left to wait for.
         """
-        tile_q, slot, ds_slot = self.tile_q, at.q.slot(n), n & 1
+        tile_q, slot, ds_slot = self.tile_q, at.q.slot(n), n & (DS_SLOTS - 1)
         # Sliced by slot here: by `multiply`, with the steps, it would take 35 instructions more.
         q_right, do_right, do_t_right, q_t_right = (
             ring[None, None, None, slot]
