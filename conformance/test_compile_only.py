@@ -71,9 +71,13 @@ PROBLEMS = [
     _problem("sm_100", 64, FP16),
     _problem("sm_100", 128, BF16, is_causal=True),
     _problem("sm_100", 256, BF16),
+    _problem("sm_90", 64, BF16, is_causal=True, deterministic=True),
+    _problem("sm_90", 64, FP16, deterministic=True),
+    _problem("sm_90", 128, BF16, deterministic=True),
+    _problem("sm_90", 128, FP16, is_causal=True, deterministic=True),
 ]
 """Every card with every common head_dim; dtypes and masks take turns. Long problems may have tiles
-of their own."""
+of their own, deterministic ones kernels of their own."""
 
 
 QUICK = (PROBLEMS[3], PROBLEMS[13])

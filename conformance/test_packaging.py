@@ -33,6 +33,8 @@ ONLY_IN_ONE = {
     "interpreter.py",
     "disk_cache.py",
     "softmax.py",
+    "gradients.py",
+    "two_pass_backward.py",
     "portable_forward.py",
     "portable_backward.py",
     "portable_tiling.py",

@@ -18,8 +18,9 @@ One warp, the producer, has the copy engine fill rings of query and dO tiles; tw
 keys each multiply asynchronously; another warp has the copy engine add their dQ tiles to dq_acc.
 
 Key tiles add to a row of dq in any order, whose sum then may differ in its last bits from run to
-run. Where that must not be, where a key tile's dK and dV do not fit in registers (head_dim > 128),
-for fp32 and for strides that the copy engine does not take, `portable_backward.py` runs.
+run. Where that must not be, and where a key tile's dK and dV do not fit in registers beside dQ
+(head_dim > 128), `two_pass_backward.py` runs; for fp32, for strides that the copy engine does not
+take and on other cards `portable_backward.py`.
 
 Constraints
     head_dim 8 to 128, a multiple of 8, padded to 64 or 128 in the tile; fp16, bf16; strides that
@@ -37,7 +38,7 @@ What lives where
         q's bytes at least; each tile in the order in which threads hold it
 """
 
-import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -53,10 +54,20 @@ from cutlass.utils import hopper_helpers
 from torch import Tensor
 
 from flash_rosetta.copy_engine import as_is, operand
+from flash_rosetta.cute_impl.gradients import (
+    LOG2_E,
+    RowPieces,
+    Visits,
+    exponential_by_columns,
+    hide_by_columns,
+    load_pieces,
+    owned_by,
+    put_stats,
+    score_gradient_by_columns,
+)
 from flash_rosetta.cute_impl.launch import Launch, Recipe
 from flash_rosetta.cute_impl.portable_backward import plan_portable_backward
-from flash_rosetta.cute_impl.softmax import exp2
-from flash_rosetta.cute_impl.tiles import BackwardTile, padded_head_dim, tiles_for
+from flash_rosetta.cute_impl.tiles import OnePassTile, padded_head_dim, tiles_for
 from flash_rosetta.cute_impl.tiling import (
     DTYPES,
     PRODUCER_REGISTERS,
@@ -64,9 +75,7 @@ from flash_rosetta.cute_impl.tiling import (
     Ring,
     as_left_operand,
     barriers,
-    by_row,
     can_use_tma,
-    column_of,
     first_column_of,
     mover,
     multiply,
@@ -79,10 +88,9 @@ from flash_rosetta.cute_impl.tiling import (
     tiles_of,
     transposed,
 )
+from flash_rosetta.cute_impl.two_pass_backward import plan_two_pass_backward
 from flash_rosetta.layout import LaunchKey, contiguous, launch_key
 from flash_rosetta.problem import Problem
-
-LOG2_E = math.log2(math.e)
 
 CONSUMERS = 2
 """Warpgroups that multiply, each with 64 keys of the tile."""
@@ -113,8 +121,8 @@ def plan_backward(
 ) -> tuple[list[Launch], Tensor, Tensor, Tensor]:
     """The launches that compute dq, dk and dv, and the tensors they will fill."""
     recipes = _recipes(launch_key(problem, q, k, v, do, o, lse, dlse))
-    if recipes is None:
-        return plan_portable_backward(do, dlse, q, k, v, o, lse, problem)
+    if not isinstance(recipes, Recipes):
+        return recipes(do, dlse, q, k, v, o, lse, problem)
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
     stats = q.new_empty(recipes.stats_shape, dtype=torch.float32)
     dq_acc = q.new_empty(recipes.dq_acc_shape, dtype=torch.float32)
@@ -137,13 +145,17 @@ class Recipes(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _recipes(key: LaunchKey) -> Recipes | None:
-    """None where the problem is not for these kernels."""
+def _recipes(
+    key: LaunchKey,
+) -> Recipes | Callable[..., tuple[list[Launch], Tensor, Tensor, Tensor]]:
+    """Where the problem is not for these kernels, the plan of those that it is for."""
     problem = key.problem
     q, k, v, do, o, _, dlse = key.layouts
-    tile = tiles_for(problem).backward
-    if tile is None or problem.deterministic or not can_use_tma(problem, q, k, v, do, o):
-        return None
+    if not can_use_tma(problem, q, k, v, do, o):
+        return plan_portable_backward
+    tile = tiles_for(problem).one_pass
+    if tile is None or problem.deterministic:
+        return plan_two_pass_backward
     width = padded_head_dim(problem.head_dim)
     num_tiles = -(-problem.seqlen_q // tile.tile_q)
     heads = problem.batch, problem.num_heads
@@ -178,7 +190,7 @@ def _recipes(key: LaunchKey) -> Recipes | None:
 class Preprocess:
     """lse in base 2 and delta of `tile_q` rows of one head, and zeros in their dq_acc."""
 
-    def __init__(self, *, dtype: torch.dtype, width: int, tile: BackwardTile):
+    def __init__(self, *, dtype: torch.dtype, width: int, tile: OnePassTile):
         self.torch_dtype = dtype
         self.dtype = DTYPES[dtype]
         self.width = width
@@ -221,27 +233,12 @@ class Preprocess:
         has_dlse: Int32,
     ):
         thread, _, _ = cute.arch.thread_idx()
-        program, _, _ = cute.arch.block_idx()
         _, num_heads, num_tiles, _ = dq_acc.shape
-        number, head, batch = owned_by(program, num_tiles, num_heads)
-        seqlen_q, head_dim = o.shape[2:]
-        threads_per_row = self.width // 8  # 16 bytes each
-        rows_at_once = PREPROCESS_THREADS // threads_per_row
-        passes = self.tile_q // rows_at_once
-        piece = thread % threads_per_row
-        first = number * self.tile_q + thread // threads_per_row
-
-        o_rows = cute.logical_divide(o[batch, head, None, None], (None, 8))
-        do_rows = cute.logical_divide(do[batch, head, None, None], (None, 8))
-        o_part = cute.make_rmem_tensor((8, passes), self.dtype)
-        do_part = cute.make_rmem_tensor((8, passes), self.dtype)
-        o_part.fill(0)
-        do_part.fill(0)
-        for i in range_constexpr(passes):  # all on their way at once
-            row = first + i * rows_at_once
-            if row < seqlen_q and piece * 8 < head_dim:
-                cute.autovec_copy(o_rows[row, (None, piece)], o_part[None, i])
-                cute.autovec_copy(do_rows[row, (None, piece)], do_part[None, i])
+        number, head, batch = owned_by(num_tiles, num_heads)
+        start = number * self.tile_q
+        pieces = RowPieces(start, self.tile_q, self.width, thread, PREPROCESS_THREADS)
+        o_pieces = load_pieces(o[batch, head, None, None], pieces)
+        do_pieces = load_pieces(do[batch, head, None, None], pieces)
         cute.arch.griddepcontrol_launch_dependents()
 
         zeros = cute.make_rmem_tensor(4, Float32)
@@ -249,27 +246,16 @@ class Preprocess:
         acc = cute.logical_divide(dq_acc[batch, head, number, None], 4)
         for i in range_constexpr(self.tile_q * self.width // 4 // PREPROCESS_THREADS):
             cute.autovec_copy(zeros, acc[None, thread + i * PREPROCESS_THREADS])
-
-        for i in range_constexpr(passes):
-            row = first + i * rows_at_once
-            products = o_part[None, i].load().to(Float32) * do_part[None, i].load().to(Float32)
-            delta = products.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-            delta = cute.arch.warp_reduction_sum(delta, threads_in_group=threads_per_row)
-            if piece == 0:
-                lse_row = -Float32.inf
-                if row < seqlen_q:
-                    lse_row = lse[batch, head, row]
-                    if has_dlse != 0:
-                        delta -= dlse[batch, head, row]
-                sees_no_key = lse_row == -Float32.inf
-                stats[batch, head, 0, row] = Float32.inf if sees_no_key else lse_row * LOG2_E
-                stats[batch, head, 1, row] = Float32(0.0) if sees_no_key else delta
+        put_stats(
+            o_pieces, do_pieces, lse[batch, head, None], dlse[batch, head, None], has_dlse, pieces,
+            stats[batch, head, None, None], start,
+        )  # fmt: skip
 
 
 class OnePass:
     """dk and dv of 128 keys of one head, and what they add to dq."""
 
-    def __init__(self, *, dtype: torch.dtype, width: int, tile: BackwardTile):
+    def __init__(self, *, dtype: torch.dtype, width: int, tile: OnePassTile):
         self.torch_dtype = dtype
         self.dtype = DTYPES[dtype]
         self.width = width
@@ -384,8 +370,7 @@ class OnePass:
         # In a causal problem the first key tile is seen by the most queries: it starts first.
         seqlen_q, _, num_heads, _ = q.shape
         seqlen_k, _, num_kv_heads, _ = k.shape
-        program, _, _ = cute.arch.block_idx()
-        number, kv_head, batch = owned_by(program, cute.ceil_div(seqlen_k, TILE_K), num_kv_heads)
+        number, kv_head, batch = owned_by(cute.ceil_div(seqlen_k, TILE_K), num_kv_heads)
         k_start = number * TILE_K
         end = cute.ceil_div(seqlen_q, tile_q)
         first = cutlass.min(cutlass.max(k_start - causal_offset, 0) // tile_q, end)
@@ -481,7 +466,7 @@ class OnePass:
         own = Operands(self, at, thread, scale_log2)
         for r in range_constexpr(2):
             key = visits.number * TILE_K + rows_of(thread)[r]
-            own.seen_from[r] = key - causal_offset - first_column_of(thread)
+            own.seen_from[r] = key - causal_offset - own.first_column
             if key >= seqlen_k:
                 own.seen_from[r] = Int32(2**31 - 1)
 
@@ -544,23 +529,12 @@ class OnePass:
         at.do.await_tile(n)
         multiply(own.scores, dp_t, own.v_left, do_right, False)
         warpgroup.wait_group(1)
-        p = by_row(s_t)  # [keys, queries]
-        for j in range_constexpr(0, cute.size(p, mode=[1]), 2):
-            lse = pair_of(own.lse, j, slot)
-            for r in range_constexpr(2):
-                for c in range_constexpr(2):
-                    p[r, j + c] = exp2(p[r, j + c] * own.scale_log2 - lse[c])
-                    if const_expr(masked):
-                        seen = column_of(j + c) >= own.seen_from[r] - tile * tile_q
-                        p[r, j + c] = p[r, j + c] if seen else Float32(0.0)
+        exponential_by_columns(s_t, own.scale_log2, at.lse[None, slot], own.first_column)
+        if const_expr(masked):
+            hide_by_columns(s_t, own.seen_from, tile * tile_q)
         p_left = rounded(s_t, self.dtype)
         warpgroup.wait_group(0)
-        ds = by_row(dp_t)
-        for j in range_constexpr(0, cute.size(p, mode=[1]), 2):
-            delta = pair_of(own.delta, j, slot)
-            for r in range_constexpr(2):
-                for c in range_constexpr(2):
-                    ds[r, j + c] = p[r, j + c] * (ds[r, j + c] - delta[c])
+        score_gradient_by_columns(s_t, dp_t, at.delta[None, slot], own.first_column)
         ds_left = rounded(dp_t, self.dtype)
         ds_tile = transposed(at.ds)[None, None, ds_slot]
         put_tile(own.scores, own.thread, ds_left, ds_tile, transpose=True)
@@ -585,23 +559,6 @@ class OnePass:
         cute.arch.barrier_arrive(barrier_id=DQ_READY + own.group, number_of_threads=128 + 32)
         warpgroup.wait_group(0)
         at.q.release(n)
-
-
-class Visits(Fixed):
-    """A program's key tile, and the query tiles of each head of its group that it visits.
-
-    Tiles [first, end) see a key of it, [full, end) see all 128 of them.
-    """
-
-    def __init__(self, number, kv_head, batch, group_size, first, full, end):
-        self.number = number
-        self.kv_head = kv_head
-        self.batch = batch
-        self.group_size = group_size
-        self.first = first
-        self.full = full
-        self.end = end
-        self.total = group_size * (end - first)
 
 
 class Shared(Fixed):
@@ -634,6 +591,7 @@ class Operands(Fixed):
         tile_q, width = kernel.tile_q, kernel.width
         self.thread = thread
         self.group = cute.arch.make_warp_uniform(thread // 128)
+        self.first_column = first_column_of(thread)
         self.scale_log2 = scale_log2
         self.scores, self.dkdv, self.dq = tiled_products(kernel.dtype, width, tile_q)
         # By warpgroup, not by thread, so that addresses are uniform in a warp.
@@ -655,12 +613,6 @@ class Operands(Fixed):
         # Of a thread's two keys, the first query that sees each, less the thread's first query: to
         # be compared with numbers known when compiling.
         self.seen_from = cute.make_rmem_tensor(2, Int32)
-        self.lse, self.delta = (self._of_queries(rows) for rows in (at.lse, at.delta))
-
-    def _of_queries(self, rows: cute.Tensor) -> cute.Tensor:
-        """Of numbers of query rows, those of a thread's queries: [2, tile_q / 8, slots]."""
-        pairs = cute.logical_divide(rows, (cute.make_layout((2, 4)), None))
-        return pairs[((None, first_column_of(self.thread) // 2), None), None]
 
 
 class Postprocess:
@@ -668,7 +620,7 @@ class Postprocess:
 
     threads = 128 * CONSUMERS
 
-    def __init__(self, *, dtype: torch.dtype, width: int, tile: BackwardTile):
+    def __init__(self, *, dtype: torch.dtype, width: int, tile: OnePassTile):
         self.torch_dtype = dtype
         self.dtype = DTYPES[dtype]
         self.width = width
@@ -692,10 +644,9 @@ class Postprocess:
     def kernel(self, dq_acc: cute.Tensor, dq: cute.Tensor, scale: Float32):
         tile_q, width = self.tile_q, self.width
         thread, _, _ = cute.arch.thread_idx()
-        program, _, _ = cute.arch.block_idx()
         _, num_heads, num_tiles, _ = dq_acc.shape
         seqlen_q, head_dim = dq.shape[2:]
-        number, head, batch = owned_by(program, num_tiles, num_heads)
+        number, head, batch = owned_by(num_tiles, num_heads)
         # Rows of 16 bytes more, so that neither writing nor reading meets in a bank.
         tile = SmemAllocator().allocate_tensor(
             self.dtype, cute.make_layout((tile_q, width), stride=(width + 8, 1)), 16
@@ -756,17 +707,3 @@ def dq_acc_layout(size: int) -> cute.Layout:
     A warpgroup's half is in one piece, of which thread t has the t-th 16 bytes of each 2 KB.
     """
     return cute.make_layout((4, 128, size // (512 * CONSUMERS), CONSUMERS))
-
-
-def pair_of(rows: cute.Tensor, j: int, slot) -> cute.Tensor:
-    """The numbers of a thread's queries j and j + 1, from shared memory."""
-    pair = cute.make_rmem_tensor(2, Float32)
-    cute.autovec_copy(rows[None, j // 2, slot], pair)
-    return pair
-
-
-@cute.jit
-def owned_by(program, num_tiles, num_heads):
-    """The tile, head and batch that a program owns; programs of one head are neighbours."""
-    batch_head = program // num_tiles
-    return program - batch_head * num_tiles, batch_head % num_heads, batch_head // num_heads

@@ -53,7 +53,7 @@ class ForwardTile:
 
 
 @dataclass(frozen=True)
-class BackwardTile:
+class OnePassTile:
     """Query rows that one program of Hopper's backward, which owns 128 keys, holds at a time.
 
     `num_stages`: slots of the rings of query and of dO tiles.
@@ -64,11 +64,45 @@ class BackwardTile:
 
 
 @dataclass(frozen=True)
+class DqTile:
+    """Query rows that one program of Hopper's dq pass owns, and key rows that it visits at a time.
+
+    A warpgroup owns 64 rows; where there is more than one, a producer loads for them.
+
+    `key_stages`, `value_stages`: slots of the rings of key and of value tiles.
+    `programs`: how many should fit a multiprocessor; the compiler keeps to the registers for it.
+    """
+
+    tile_q: int
+    tile_k: int
+    key_stages: int = 2
+    value_stages: int = 2
+    programs: int = 1
+
+
+@dataclass(frozen=True)
+class DkDvTile:
+    """Query rows that one program of Hopper's dk/dv pass, which owns 64 keys, visits at a time.
+
+    `programs`: as in `DqTile`.
+    `deferred`: a visit's last products are waited for behind the next one's first.
+    `by_product`: one warpgroup computes dV and another one dK, and a producer loads for them.
+    """
+
+    tile_q: int
+    programs: int = 1
+    deferred: bool = False
+    by_product: bool = False
+
+
+@dataclass(frozen=True)
 class Tiles:
-    """One tile for each of Hopper's kernels; no backward where none is."""
+    """One tile for each of Hopper's kernels; no backward in one pass where none is."""
 
     forward: ForwardTile
-    backward: BackwardTile | None = None
+    dkdv: DkDvTile
+    dq: DqTile
+    one_pass: OnePassTile | None = None
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -86,17 +120,30 @@ HOPPER = {
     64: Tiles(
         forward=ForwardTile(64, 128, programs=2),  # 80 KB, 232 registers
         # As many queries as registers hold S^T and dP^T of: the fewer visits, the fewer meetings.
-        backward=BackwardTile(128),  # 194 KB, 240 registers
+        one_pass=OnePassTile(128),  # 194 KB, 240 registers
+        # In two passes: as many programs as registers are enough for.
+        dkdv=DkDvTile(64, programs=3),  # 49 KB, 168 registers
+        dq=DqTile(64, 64, programs=4),  # 49 KB, 128 registers
     ),
     # 128 keys: all registers that P and the next S can have beside O. A second query tile, which
     # the 32 KB left would hold, gains nothing.
     128: Tiles(
         forward=ForwardTile(128, 128),  # 192 KB, 240 registers
         # dK and dV take twice the registers. 80 queries spill.
-        backward=BackwardTile(64),  # 193 KB, 240 registers
+        one_pass=OnePassTile(64),  # 193 KB, 240 registers
+        dkdv=DkDvTile(64, programs=2, deferred=True),  # 97 KB, 255 registers
+        dq=DqTile(64, 64, programs=2),  # 97 KB
     ),
-    # The most keys that two stages have room for. Not measured.
-    256: Tiles(forward=ForwardTile(128, 48)),  # 224 KB, 240 registers
+    # Not measured.
+    256: Tiles(
+        # The most keys that two stages have room for.
+        forward=ForwardTile(128, 48),  # 224 KB, 240 registers
+        # dK and dV of 64 keys fill the registers of two warpgroups.
+        dkdv=DkDvTile(64, by_product=True),  # 209 KB, 240 registers
+        # Values are needed for the shorter part of a visit. Two slots would leave room for 32 keys,
+        # whose products would read more shared memory than there is time for.
+        dq=DqTile(128, 64, value_stages=1),  # 225 KB, 240 registers
+    ),
 }
 
 # Three warpgroups that share their keys ask L2 for a third of the bytes. Their registers still hold
