@@ -28,7 +28,6 @@ What lives where
         +inf, which makes P zero without a mask
 """
 
-import math
 from functools import lru_cache
 
 import cuda.bindings.driver as cuda
@@ -42,6 +41,18 @@ from cutlass.memory import SmemAllocator
 from torch import Tensor
 
 from flash_rosetta.copy_engine import as_is
+from flash_rosetta.cute_impl.gradients import (
+    LOG2_E,
+    RowPieces,
+    exponential_by_columns,
+    exponential_by_rows,
+    hide_by_columns,
+    hide_by_rows,
+    owned_by,
+    put_stats,
+    score_gradient_by_columns,
+    score_gradient_by_rows,
+)
 from flash_rosetta.cute_impl.launch import Launch, Recipe
 from flash_rosetta.cute_impl.portable_tiling import (
     CHUNK_BYTES,
@@ -60,9 +71,8 @@ from flash_rosetta.cute_impl.portable_tiling import (
     store_tile,
     strided,
 )
-from flash_rosetta.cute_impl.softmax import exp2
 from flash_rosetta.cute_impl.tiles import PortableTile, padded_head_dim, portable_tiles_for
-from flash_rosetta.cute_impl.tiling import DTYPES, by_row, column_of, first_column_of
+from flash_rosetta.cute_impl.tiling import DTYPES, first_column_of
 from flash_rosetta.layout import LaunchKey, launch_key
 from flash_rosetta.problem import Problem
 
@@ -105,7 +115,7 @@ def _recipes(key: LaunchKey) -> tuple[Recipe, Recipe, Recipe]:
     tiles = portable_tiles_for(problem, vector)
     # Where nothing is masked, an offset that lets the first query see the last key says so.
     causal_offset = problem.causal_offset if problem.is_causal else problem.seqlen_k
-    scalars = problem.scale, problem.scale * math.log2(math.e), causal_offset
+    scalars = problem.scale, problem.scale * LOG2_E, causal_offset
     common = {
         "dtype": problem.dtype,
         "width": padded_head_dim(problem.head_dim),
@@ -161,34 +171,14 @@ class PortablePreprocess:
         stats: cute.Tensor,
         has_dlse: Int32,
     ):
-        engine, width = self.engine, self.width
-        thread = cute.arch.thread_idx()[0]
-        seqlen_q = o.shape[2]
+        engine = self.engine
         number, head, batch = owned_by(stats.shape[3] // PREPROCESS_ROWS, stats.shape[1])
         o, do, lse, dlse, stats = (head_of(x, batch, head) for x in (o, do, lse, dlse, stats))
-
-        # `lanes` neighbouring threads share a row, 16 bytes each at a time.
-        chunk = engine.chunk
-        lanes = min(width // chunk, 32)
-        for first in range_constexpr(0, PREPROCESS_ROWS, engine.threads // lanes):
-            row = number * PREPROCESS_ROWS + first + thread // lanes
-            delta = Float32(0.0)
-            for block in range_constexpr(0, width, lanes * chunk):
-                column = block + thread % lanes * chunk
-                o_part = load_chunk(engine, o, row, column)
-                do_part = load_chunk(engine, do, row, column)
-                for i in range_constexpr(chunk):
-                    delta = delta + o_part[i].to(Float32) * do_part[i].to(Float32)
-            delta = cute.arch.warp_reduction_sum(delta, threads_in_group=lanes)
-            if thread % lanes == 0:
-                row_lse, row_dlse = -Float32.inf, Float32(0.0)
-                if row < seqlen_q:
-                    row_lse = lse[row]
-                    if has_dlse != 0:
-                        row_dlse = dlse[row]
-                sees_no_key = row_lse == -Float32.inf
-                stats[0, row] = Float32.inf if sees_no_key else row_lse * math.log2(math.e)
-                stats[1, row] = Float32(0.0) if sees_no_key else delta - row_dlse
+        start = number * PREPROCESS_ROWS
+        thread = cute.arch.thread_idx()[0]
+        at = RowPieces(start, PREPROCESS_ROWS, self.width, thread, engine.threads)
+        o_pieces, do_pieces = load_pieces(engine, o, at), load_pieces(engine, do, at)
+        put_stats(o_pieces, do_pieces, lse, dlse, has_dlse, at, stats, start)
 
 
 class PortableDkdv:
@@ -275,8 +265,8 @@ class PortableDkdv:
             memory.allocate_array(Float32, num_stages * 2 * tile_q, byte_alignment=128),
             cute.make_layout((num_stages, 2, tile_q), stride=(2 * tile_q, tile_q, 1)),
         )
-        rows = rows_of(engine, tile_k)
         first_column = first_column_of(engine.row_thread())
+        rows = rows_of(engine, tile_k)
         s_t = accumulator(engine, tile_k, tile_q)
         dp_t = accumulator(engine, tile_k, tile_q)
         dk_acc = accumulator(engine, tile_k, width // engine.column_groups)
@@ -316,7 +306,8 @@ class PortableDkdv:
             # Rows of the tile past seqlen_k hold nonsense, which no product mixes into others.
             exponential_by_columns(s_t, scale_log2, stats_tiles[slot, 0, None], first_column)
             if q_start < full:
-                hide_by_columns(s_t, rows, k_start, q_start + causal_offset, first_column)
+                seen_from = [k_start + i - causal_offset - first_column for i in rows]
+                hide_by_columns(s_t, seen_from, q_start)
             # (2) dV += P^T dO
             multiply_by_columns(engine, dv_acc, as_operand(engine, s_t), do_tiles.columns(slot))
             score_gradient_by_columns(s_t, dp_t, stats_tiles[slot, 1, None], first_column)
@@ -417,7 +408,7 @@ class PortableDq:
         do_tile = SharedTiles(engine, memory, tile_q, width)
         k_tiles = SharedTiles(engine, memory, tile_k, width, num_stages)
         v_tiles = SharedTiles(engine, memory, tile_k, width, num_stages)
-        rows = rows_of(engine, tile_q)
+        rows = [q_start + i for i in rows_of(engine, tile_q)]
         first_column = first_column_of(engine.row_thread())
         s = accumulator(engine, tile_q, tile_k)
         dp = accumulator(engine, tile_q, tile_k)
@@ -434,8 +425,8 @@ class PortableDq:
                 load_tile(engine, v, early * tile_k, v_tiles, early)
             cute.arch.cp_async_commit_group()
 
-        lse_rows = [stats[0, q_start + row] for row in rows]
-        delta_rows = [stats[1, q_start + row] for row in rows]
+        lse_rows = [stats[0, i] for i in rows]
+        delta_rows = [stats[1, i] for i in rows]
 
         for visit in cutlass.range(num_visits, unroll=1):
             k_start = visit * tile_k
@@ -457,7 +448,8 @@ class PortableDq:
             multiply(engine, dp, do_tile.pairs(), v_tiles.pairs(slot))
             exponential_by_rows(s, scale_log2, lse_rows)
             if k_start + tile_k > full:
-                hide_by_rows(s, rows, q_start + causal_offset, k_start, seqlen_k, first_column)
+                seen = [cutlass.min(seqlen_k, i + causal_offset + 1) - first_column for i in rows]
+                hide_by_rows(s, seen, k_start)
             score_gradient_by_rows(s, dp, delta_rows)
             # (4) dQ += dS K
             multiply_by_columns(engine, dq_acc, as_operand(engine, dp), k_tiles.columns(slot))
@@ -476,28 +468,24 @@ class PortableDq:
         store_tile(engine, dq, q_start, dq_acc, q_tile)
 
 
-def owned_by(num_tiles, num_heads) -> tuple:
-    """The tile, head and batch that a program owns; programs of one head are neighbours."""
-    program = cute.arch.block_idx()[0]
-    head = program // num_tiles
-    return program % num_tiles, head % num_heads, head // num_heads
-
-
 @cute.jit
-def load_chunk(engine: cutlass.Constexpr, x: cute.Tensor, row: Int32, column: Int32):
-    """16 bytes of a row of one head x [seqlen, head_dim], zero past its end."""
+def load_pieces(engine: cutlass.Constexpr, x: cute.Tensor, at: RowPieces) -> cute.Tensor:
+    """A thread's pieces of one head x [seqlen_q, head_dim], zero past its end."""
     num_rows, num_columns = x.shape
-    part = cute.make_rmem_tensor((engine.chunk,), engine.dtype)
-    part.fill(0.0)
-    if const_expr(engine.vector):
-        if row < num_rows and column < num_columns:
-            source = x.iterator + (Int64(row) * x.stride[0] + column)
-            part.store(cute.make_tensor(aligned(source), part.layout).load())
-    else:
-        for i in range_constexpr(engine.chunk):
-            if row < num_rows and column + i < num_columns:
-                part[i] = x[Int64(row), Int64(column + i)]
-    return part
+    step = engine.chunk if engine.vector else 1
+    pieces = cute.make_rmem_tensor(((step, 8 // step), len(at.numbers)), engine.dtype)
+    pieces.fill(0.0)
+    for i in range_constexpr(len(at.numbers)):
+        row = at.start + at.numbers[i]
+        for j in range_constexpr(8 // step):
+            column = at.piece * 8 + j * step
+            if row < num_rows and column < num_columns:
+                source = x.iterator + (Int64(row) * x.stride[0] + Int64(column) * x.stride[1])
+                if const_expr(engine.vector):
+                    source = aligned(source)
+                part = cute.make_tensor(source, cute.make_layout(step))
+                pieces[(None, j), i].store(part.load())
+    return pieces
 
 
 @cute.jit
@@ -533,66 +521,3 @@ def load_stats(stats: cute.Tensor, row: Int32, tiles: cute.Tensor, slot):
             CHUNK_BYTES,
             LoadCacheModifier.CG,
         )
-
-
-@cute.jit
-def exponential_by_columns(s_t: cute.Tensor, scale_log2: Float32, lse: cute.Tensor, first_column):
-    """S^T becomes P^T = exp2(scale_log2 S^T - lse)."""
-    s_t = by_row(s_t)
-    for j in range_constexpr(cute.size(s_t, mode=[1])):
-        minus_lse = -lse[first_column + column_of(j)]
-        for i in range_constexpr(cute.size(s_t, mode=[0])):
-            s_t[i, j] = exp2(cute.math.fma(s_t[i, j], scale_log2, minus_lse))
-
-
-@cute.jit
-def hide_by_columns(p_t: cute.Tensor, rows, k_start: Int32, last_key: Int32, first_column):
-    """P^T is zero where the query does not see the key; the tile's first query sees `last_key`."""
-    p_t = by_row(p_t)
-    for i in range_constexpr(len(rows)):
-        # From which of the thread's columns on the key is seen.
-        seen_from = k_start + rows[i] - last_key - first_column
-        for j in range_constexpr(cute.size(p_t, mode=[1])):
-            p_t[i, j] = p_t[i, j] if column_of(j) >= seen_from else Float32(0.0)
-
-
-@cute.jit
-def score_gradient_by_columns(p_t: cute.Tensor, dp_t: cute.Tensor, delta, first_column):
-    """dP^T becomes dS^T = P^T (dP^T - delta)."""
-    p_t, dp_t = by_row(p_t), by_row(dp_t)
-    for j in range_constexpr(cute.size(p_t, mode=[1])):
-        delta_j = delta[first_column + column_of(j)]
-        for i in range_constexpr(cute.size(p_t, mode=[0])):
-            dp_t[i, j] = p_t[i, j] * (dp_t[i, j] - delta_j)
-
-
-@cute.jit
-def exponential_by_rows(s: cute.Tensor, scale_log2: Float32, lse):
-    """S becomes P = exp2(scale_log2 S - lse)."""
-    s = by_row(s)
-    for i in range_constexpr(len(lse)):
-        for j in range_constexpr(cute.size(s, mode=[1])):
-            s[i, j] = exp2(cute.math.fma(s[i, j], scale_log2, -lse[i]))
-
-
-@cute.jit
-def hide_by_rows(
-    p: cute.Tensor, rows, last_key: Int32, k_start: Int32, seqlen_k: Int32, first_column
-):
-    """P is zero where the query does not see the key; the tile's first query sees `last_key`."""
-    p = by_row(p)
-    for i in range_constexpr(len(rows)):
-        # How many keys of the tile the row sees, less the thread's first column: to be compared
-        # with numbers known when compiling.
-        seen = cutlass.min(seqlen_k, last_key + rows[i] + 1) - k_start - first_column
-        for j in range_constexpr(cute.size(p, mode=[1])):
-            p[i, j] = p[i, j] if column_of(j) < seen else Float32(0.0)
-
-
-@cute.jit
-def score_gradient_by_rows(p: cute.Tensor, dp: cute.Tensor, delta):
-    """dP becomes dS = P (dP - delta)."""
-    p, dp = by_row(p), by_row(dp)
-    for i in range_constexpr(len(delta)):
-        for j in range_constexpr(cute.size(p, mode=[1])):
-            dp[i, j] = p[i, j] * (dp[i, j] - delta[i])
