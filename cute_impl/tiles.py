@@ -2,7 +2,9 @@
 
 Shared memory of a program, in bytes, for operands of 2 bytes and head_dim padded to D:
     forward 2 D (query_stages tile_q + 2 num_stages tile_k + tile_q), the last of them for O
-    backward 2 D (256 + 2 num_stages tile_q), and 512 tile_q for dS, 4 D tile_q for dQ
+    one pass 2 D (256 + 2 num_stages tile_q), and 512 tile_q for dS, 4 D tile_q for dQ
+    dk/dv 2 D (128 + 4 tile_q), and by product 256 tile_q for P
+    dq 2 D (2 tile_q + (key_stages + value_stages) tile_k)
 of the portable kernels, for operands of `itemsize` bytes:
     forward (tile_q + 2 num_stages tile_k) D itemsize
     dk/dv (2 tile_k + 2 num_stages tile_q) D itemsize, and 8 num_stages tile_q of statistics
@@ -113,17 +115,18 @@ def padded_head_dim(head_dim: int) -> int:
     return max(64, 1 << (head_dim - 1).bit_length())
 
 
-# Measured on an H200 (NOTES.md has the figures), but for a width of 256. Two warpgroups on each
-# multiprocessor at least, whose softmax and matrix products fill each other's gaps.
+# Measured on an H200 (NOTES.md has the figures), but for two passes and a width of 256. Two
+# warpgroups on each multiprocessor at least, whose softmax and matrix products fill each other's
+# gaps.
 HOPPER = {
     # Two programs, whose queries need not be of one head: none waits for another at either end.
     64: Tiles(
         forward=ForwardTile(64, 128, programs=2),  # 80 KB, 232 registers
         # As many queries as registers hold S^T and dP^T of: the fewer visits, the fewer meetings.
         one_pass=OnePassTile(128),  # 194 KB, 240 registers
-        # In two passes: as many programs as registers are enough for.
-        dkdv=DkDvTile(64, programs=3),  # 49 KB, 168 registers
-        dq=DqTile(64, 64, programs=4),  # 49 KB, 128 registers
+        # In two passes: as many programs of one warpgroup as registers are enough for.
+        dkdv=DkDvTile(64, programs=3),  # 50 KB, 168 registers
+        dq=DqTile(64, 64, programs=4),  # 49 KB, 122 registers
     ),
     # 128 keys: all registers that P and the next S can have beside O. A second query tile, which
     # the 32 KB left would hold, gains nothing.
@@ -131,18 +134,18 @@ HOPPER = {
         forward=ForwardTile(128, 128),  # 192 KB, 240 registers
         # dK and dV take twice the registers. 80 queries spill.
         one_pass=OnePassTile(64),  # 193 KB, 240 registers
-        dkdv=DkDvTile(64, programs=2, deferred=True),  # 97 KB, 255 registers
-        dq=DqTile(64, 64, programs=2),  # 97 KB
+        # Two warpgroups a multiprocessor leave gaps where each waits for its last products.
+        dkdv=DkDvTile(64, programs=2, deferred=True),  # 98 KB, 250 registers
+        dq=DqTile(64, 64, programs=2),  # 97 KB, 154 registers
     ),
-    # Not measured.
     256: Tiles(
         # The most keys that two stages have room for.
         forward=ForwardTile(128, 48),  # 224 KB, 240 registers
         # dK and dV of 64 keys fill the registers of two warpgroups.
-        dkdv=DkDvTile(64, by_product=True),  # 209 KB, 240 registers
-        # Values are needed for the shorter part of a visit. Two slots would leave room for 32 keys,
-        # whose products would read more shared memory than there is time for.
-        dq=DqTile(128, 64, value_stages=1),  # 225 KB, 240 registers
+        dkdv=DkDvTile(64, by_product=True),  # 210 KB, 240 registers
+        # Values are needed for the shorter part of a visit: one slot of them. Two would leave room
+        # for 48 keys, whose (1) and (3) read shared memory for longer than they multiply.
+        dq=DqTile(128, 64, value_stages=1),  # 226 KB, 240 registers
     ),
 }
 

@@ -624,12 +624,11 @@ class DkDv:
         if visits.total == 0:
             dk_acc.fill(0.0)
             dv_acc.fill(0.0)
+        scale_by(dk_acc, scale)
         # dV takes V's place, dK takes K's.
-        for acc, ring, store, x in ((dv_acc, at.v, store_dv, dv), (dk_acc, at.k, store_dk, dk)):
-            if const_expr(x is dk):
-                scale_by(acc, scale)
-            tile = ring.tiles[None, None, 0]
-            store_tile(own.grads, thread, acc, tile, MEET, store, x, visits.number)
+        v_tile, k_tile = at.v.tiles[None, None, 0], at.k.tiles[None, None, 0]
+        store_tile(own.grads, thread, dv_acc, v_tile, MEET, store_dv, dv, visits.number)
+        store_tile(own.grads, thread, dk_acc, k_tile, MEET, store_dk, dk, visits.number)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
