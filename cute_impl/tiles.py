@@ -214,7 +214,8 @@ PORTABLE = {
         forward=PortableTile(64, 64),  # 96 KB
         # dK and dV of 32 keys fill the registers of two warps; two more share their columns.
         dkdv=PortableTile(32, 32, warps=2, column_groups=2, programs=2),  # 64 KB
-        dq=PortableTile(64, 32),  # 96 KB
+        # Keys and values for two visits, or there would be nothing to do while they come.
+        dq=PortableTile(64, 16, num_stages=2),  # 96 KB
     ),
 }
 
@@ -245,7 +246,12 @@ def portable_tiles_for(problem: Problem, vector: bool) -> PortableTiles:
     if problem.dtype.itemsize == 4:
         return PORTABLE_FP32[width]
     tiles = PORTABLE[width]
-    if width == 64 and not vector:
-        # The addresses of single elements take registers too: 128 rows would spill.
-        return replace(tiles, forward=replace(tiles.forward, tile_q=64))
-    return tiles
+    if vector:
+        return tiles
+    # Single elements are not copied in the background, and their addresses take registers: 128 rows
+    # of queries would spill in the forward.
+    return PortableTiles(
+        forward=replace(tiles.forward, num_stages=1, tile_q=64),
+        dkdv=replace(tiles.dkdv, num_stages=1),
+        dq=replace(tiles.dq, num_stages=1),
+    )
