@@ -26,7 +26,7 @@ OUTPUT_NAMES: dict[Direction, tuple[str, ...]] = {
     "backward": ("dq", "dk", "dv"),
 }
 
-ONLY_WHEN_NAMED = ("triton_baseline",)
+ONLY_WHEN_NAMED = ("triton_baseline", "cute_portable")
 """Registered to be measured on request, not to win."""
 
 REFERENCE_LIMIT = 512

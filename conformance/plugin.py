@@ -30,8 +30,8 @@ from flash_rosetta.conformance.watchdog import Watchdog
 
 HERE = Path(__file__).parent.resolve()
 
-ONLY_BY_NAME = ("triton_baseline",)
-"""Backends that a run without --backend leaves out: the first rung of a ladder, not a contender."""
+ONLY_BY_NAME = ("triton_baseline", "cute_portable")
+"""Backends that a run without --backend leaves out: kernels that are there to be compared with."""
 
 LIMIT_S = 120.0
 """Seconds a test may take before it counts as hung; `@pytest.mark.limit(seconds)` changes it."""

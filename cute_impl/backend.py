@@ -7,8 +7,9 @@ from torch import Tensor
 from flash_rosetta.backend import KernelReport
 from flash_rosetta.cute_impl.backward import plan_backward
 from flash_rosetta.cute_impl.compile_only import compile_only
-from flash_rosetta.cute_impl.forward import plan_forward
+from flash_rosetta.cute_impl.forward import plan_forward, plan_portable_forward
 from flash_rosetta.cute_impl.launch import can_compile_for
+from flash_rosetta.cute_impl.portable_backward import plan_portable_backward
 from flash_rosetta.kernels import refused_sizes, refused_target
 from flash_rosetta.problem import Problem
 
@@ -23,12 +24,14 @@ class CuteBackend:
     """
 
     name = "cute"
+    plan_forward = staticmethod(plan_forward)
+    plan_backward = staticmethod(plan_backward)
 
     def why_not(self, problem: Problem) -> list[str]:
         return refusals(problem)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-        launch, o, lse = plan_forward(q, k, v, problem)
+        launch, o, lse = self.plan_forward(q, k, v, problem)
         launch.run()
         return o, lse
 
@@ -43,13 +46,21 @@ class CuteBackend:
         lse: Tensor,
         problem: Problem,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        launches, dq, dk, dv = plan_backward(do, dlse, q, k, v, o, lse, problem)
+        launches, dq, dk, dv = self.plan_backward(do, dlse, q, k, v, o, lse, problem)
         for launch in launches:
             launch.run()
         return dq, dk, dv
 
     def compile_only(self, problem: Problem) -> list[KernelReport]:
-        return compile_only(problem)
+        return compile_only(problem, self.plan_forward, self.plan_backward)
+
+
+class CutePortableBackend(CuteBackend):
+    """The kernels of every card, on Hopper as well: to be tested and raced there."""
+
+    name = "cute_portable"
+    plan_forward = staticmethod(plan_portable_forward)
+    plan_backward = staticmethod(plan_portable_backward)
 
 
 def refusals(problem: Problem) -> list[str]:
@@ -62,3 +73,4 @@ def refusals(problem: Problem) -> list[str]:
 
 
 backend = CuteBackend()
+portable_backend = CutePortableBackend()

@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
 from importlib.util import find_spec
 from io import StringIO
@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from flash_rosetta.backend import KernelReport
-from flash_rosetta.cute_impl.backward import plan_backward
-from flash_rosetta.cute_impl.forward import plan_forward
 from flash_rosetta.cute_impl.launch import Recipe, build
 from flash_rosetta.kernels import plan_without_memory
 from flash_rosetta.problem import Problem
 
 
-def compile_only(problem: Problem) -> list[KernelReport]:
-    """Every kernel that `problem` would launch, compiled for its target; nothing runs.
+def compile_only(
+    problem: Problem, plan_forward: Callable[..., Any], plan_backward: Callable[..., Any]
+) -> list[KernelReport]:
+    """Every kernel that the plans launch for `problem`, compiled for its target; nothing runs.
 
     Strides and alignment are those of contiguous tensors. The assembly is PTX, and SASS after it
     where some nvdisasm is found. Raises what the compilers raise.

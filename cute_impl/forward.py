@@ -81,37 +81,37 @@ def plan_forward(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem
 ) -> tuple[Launch, Tensor, Tensor]:
     """The launch that computes o and lse, and the tensors it will fill."""
+    o, lse = _outputs(q, problem)
+    return _recipe(launch_key(problem, q, k, v)).launch(q, k, v, o, lse), o, lse
+
+
+def plan_portable_forward(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem
+) -> tuple[Launch, Tensor, Tensor]:
+    """The same, by the kernel of every card even where Hopper's could run."""
+    o, lse = _outputs(q, problem)
+    return _portable_recipe(launch_key(problem, q, k, v)).launch(q, k, v, o, lse), o, lse
+
+
+def _outputs(q: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
     o = torch.empty_like(q, memory_format=torch.contiguous_format)
     sizes = problem.batch, problem.num_heads, problem.seqlen_q
-    lse = q.new_empty(sizes, dtype=torch.float32)
-    return _recipe(launch_key(problem, q, k, v)).launch(q, k, v, o, lse), o, lse
+    return o, q.new_empty(sizes, dtype=torch.float32)
 
 
 @lru_cache(maxsize=4096)  # a small problem's time is mostly what the host does before it runs
 def _recipe(key: LaunchKey) -> Recipe:
     problem = key.problem
     q, k, v = key.layouts
-    factor = abs(problem.scale) * math.log2(math.e)
-    if factor < torch.finfo(torch.float32).tiny:
-        factor = 0.0
-    sign = math.copysign(1.0, problem.scale) if factor else 0.0
-    factor = factor or 1.0
-    scalars = (
-        factor,
-        2.0 ** math.ceil(math.log2(factor)),
-        sign,
-        # Without a mask every query sees key seqlen_k - 1, which this offset says as well.
-        problem.causal_offset if problem.is_causal else problem.seqlen_k,
-    )
     if not can_use_tma(problem, q, k, v):
-        return portable_recipe(key, scalars)
+        return _portable_recipe(key)
     tile = tiles_for(problem).forward
     num_tiles = -(-problem.seqlen_q // tile.tile_q)
     total = num_tiles * problem.num_heads * problem.batch
     programs = num_programs(
         problem, tile.tile_q, tile.tile_k, tile.programs * multiprocessors(key.device)
     )
-    scalars = (*scalars, num_tiles, problem.group_size, total, programs)
+    scalars = (*_scalars(problem), num_tiles, problem.group_size, total, programs)
     operands = *(operand(t, True) for t in (q, k, v, contiguous(*q.shape))), as_is
     options = {
         "dtype": problem.dtype,
@@ -120,6 +120,27 @@ def _recipe(key: LaunchKey) -> Recipe:
         "tile": tile,
     }
     return Recipe(Forward, key, operands, scalars, options)
+
+
+@lru_cache(maxsize=4096)
+def _portable_recipe(key: LaunchKey) -> Recipe:
+    return portable_recipe(key, _scalars(key.problem))
+
+
+def _scalars(problem: Problem) -> tuple[float, float, float, int]:
+    """What both kernels take of the scale and the mask."""
+    factor = abs(problem.scale) * math.log2(math.e)
+    if factor < torch.finfo(torch.float32).tiny:
+        factor = 0.0
+    sign = math.copysign(1.0, problem.scale) if factor else 0.0
+    factor = factor or 1.0
+    return (
+        factor,
+        2.0 ** math.ceil(math.log2(factor)),
+        sign,
+        # Without a mask every query sees key seqlen_k - 1, which this offset says as well.
+        problem.causal_offset if problem.is_causal else problem.seqlen_k,
+    )
 
 
 class Turns(Fixed):
