@@ -39,6 +39,17 @@ MUTANTS = (
         [Edit("& (j < problem.seqlen_k)", "& (j >= 0)")],
     ),
     Mutant(
+        "maximum_of_all_rows_of_a_tile",
+        "this repository's own kernels: what one row saw rescaled the others of its warp",
+        Test("test_properties.py", "test_no_later_key_counts"),
+        [
+            Edit(
+                "torch.maximum(m, s.amax(-1, keepdim=True))",
+                "torch.maximum(m, s.amax((-2, -1), keepdim=True).expand_as(m))",
+            )
+        ],
+    ),
+    Mutant(
         "base_2_lse",
         "lightseekorg/tokenspeed#571",
         forward_on("edge"),

@@ -19,19 +19,21 @@ def dense(problem: Problem, device: torch.device) -> Inputs:
 
 @pytest.mark.parametrize("mask", [TOP_LEFT, BOTTOM_RIGHT], ids=["top_left", "bottom_right"])
 def test_no_later_key_counts(backend: str, lane: Lane, device: torch.device, mask: dict):
+    """Not even to the bit, and wherever in a tile or a warp the rows lie that see them."""
     problem = lane.problem(lane.seqlen, lane.seqlen + lane.seqlen // 2, **mask)
     x = dense(problem, device)
     before = checks.run(backend, x, problem)
-    first = problem.seqlen_k // 2
-    changed = x._replace(k=x.k.clone(), v=x.v.clone())
-    changed.k[:, :, first:] = 3
-    changed.v[:, :, first:] = -7
-    after = checks.run(backend, changed, problem)
-    unaware = first - problem.causal_offset  # rows before it see keys before `first`
-    assert 0 < unaware < problem.seqlen_q
-    assert torch.equal(before.o[:, :, :unaware], after.o[:, :, :unaware])
-    assert torch.equal(before.lse[:, :, :unaware], after.lse[:, :, :unaware])
-    assert not torch.equal(before.o[:, :, unaware], after.o[:, :, unaware])
+    middle, span = problem.seqlen_k // 2, min(32, lane.seqlen // 5)
+    for first in range(middle, middle + span, span // min(lane.repeats, 8)):
+        changed = x._replace(k=x.k.clone(), v=x.v.clone())
+        changed.k[:, :, first:] *= 30  # scores far above all that earlier rows have seen
+        changed.v[:, :, first:] = -7
+        after = checks.run(backend, changed, problem)
+        unaware = first - problem.causal_offset  # rows before it see keys before `first`
+        assert 0 < unaware < problem.seqlen_q
+        assert torch.equal(before.o[:, :, :unaware], after.o[:, :, :unaware])
+        assert torch.equal(before.lse[:, :, :unaware], after.lse[:, :, :unaware])
+        assert not torch.equal(before.o[:, :, unaware], after.o[:, :, unaware])
 
 
 def test_order_of_keys_is_irrelevant(backend: str, lane: Lane, device: torch.device):

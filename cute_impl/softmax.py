@@ -77,12 +77,13 @@ def online_softmax(s: cute.Tensor, row: RowStatistics) -> Boolean:
     grown = Boolean(False)
     for r in range_constexpr(rows):
         m_tile[r] = cute.arch.warp_reduction_max(cute.arch.fmax(*m_tile[r]), threads_in_group=4)
-        grown = grown | ((m_tile[r] - row.m[r]) * row.scale > SLACK)
+        grown = grown | follows(row, r, m_tile[r])
     grown = cute.arch.vote_any_sync(grown)
     if grown:
         for r in range_constexpr(rows):
             before = row.m[r]
-            m = cute.arch.fmax(before, m_tile[r])
+            # Each row by itself, though all of a warp come here: what other rows see must not show.
+            m = m_tile[r] if follows(row, r, m_tile[r]) else before
             factor = row.scale
             if cute.arch.fmax(m, -m) * row.scale > HUGE:
                 factor = cute.arch.fmin(power_near(m), row.scale_huge)
@@ -92,7 +93,8 @@ def online_softmax(s: cute.Tensor, row: RowStatistics) -> Boolean:
             row.m[r] = m
             row.factor[r] = factor
             row.shift[r] = shift
-            row.alpha[r] = exp2(before * factor + shift)
+            # The same m again gives one, which the exponential of its rounded product may not be.
+            row.alpha[r] = Float32(1.0) if m == before else exp2(before * factor + shift)
             for c in range_constexpr(2):
                 row.l[c, r] = row.l[c, r] * row.alpha[r]
     for r, j in in_order(s):
@@ -100,6 +102,11 @@ def online_softmax(s: cute.Tensor, row: RowStatistics) -> Boolean:
     for r, j in in_order(s):
         row.l[j % 2, r] = row.l[j % 2, r] + s[r, j]
     return grown
+
+
+def follows(row: RowStatistics, r: int, m_tile: Float32) -> Boolean:
+    """Whether m of a row follows the maximum of a tile."""
+    return (m_tile - row.m[r]) * row.scale > SLACK
 
 
 def exp2(x: Float32) -> Float32:

@@ -482,13 +482,21 @@ def online_softmax(s, row, grown: T.Ref, factor, factor_huge):
     if grown != 0:
         for i in T.Parallel(rows):
             row.alpha[i] = row.m[i]
-            row.m[i] = T.max(row.m[i], m_tile[i])
+            # Each row by itself, though all of a warp come here: what other rows see must not show.
+            row.m[i] = T.if_then_else(
+                (m_tile[i] - row.m[i]) * factor > SLACK, m_tile[i], row.m[i]
+            )
             row.factor[i] = T.if_then_else(
                 T.abs(row.m[i]) * factor > HUGE, T.min(power_near(row.m[i]), factor_huge), factor
             )
             # Nothing seen so far: (-inf) - (-inf) would be NaN.
             row.shift[i] = T.if_then_else(row.m[i] == -INF, 0.0, -row.m[i] * row.factor[i])
-            row.alpha[i] = T.exp2(T.fma(row.alpha[i], row.factor[i], row.shift[i]))
+            # The same m again gives one, which the exponential of its rounded product may not be.
+            row.alpha[i] = T.if_then_else(
+                row.alpha[i] == row.m[i],
+                1.0,
+                T.exp2(T.fma(row.alpha[i], row.factor[i], row.shift[i])),
+            )
         for i, j in T.Parallel(rows, 8):
             row.l[i, j] = row.l[i, j] * row.alpha[i]
     for i, j in T.Parallel(rows, tile_k):
