@@ -83,6 +83,8 @@ from flash_rosetta.cute_impl.tiling import (
     room_for,
     rounded,
     rows_of,
+    stats_mover,
+    stats_of,
     strided,
     tiles_in,
     tiles_of,
@@ -292,11 +294,12 @@ class OnePass:
         load_k, k = mover(load, k, self.k_shape)
         load_v, v = mover(load, v, self.k_shape)
         load_do, do = mover(load, do, self.q_shape)
+        load_stats, stats = stats_mover(stats, self.tile_q)
         store_dk, dk = mover(store, dk, self.k_shape)
         store_dv, dv = mover(store, dv, self.k_shape)
         seqlen_k, _, num_kv_heads, batch_size = k.shape
         self.kernel(
-            load_q, q, load_k, k, load_v, v, load_do, do, stats, dq_acc,
+            load_q, q, load_k, k, load_v, v, load_do, do, load_stats, stats, dq_acc,
             store_dk, dk, store_dv, dv, scale, scale_log2, causal_offset,
         ).launch(
             grid=(cute.ceil_div(seqlen_k, TILE_K) * num_kv_heads * batch_size, 1, 1),
@@ -345,6 +348,7 @@ class OnePass:
         v: cute.Tensor,
         load_do: cute.CopyAtom,
         do: cute.Tensor,
+        load_stats: cute.CopyAtom,
         stats: cute.Tensor,
         dq_acc: cute.Tensor,
         store_dk: cute.CopyAtom,
@@ -359,7 +363,7 @@ class OnePass:
         at = Shared(self, SmemAllocator().allocate(self.storage()))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
-            for move in (load_q, load_k, load_v, load_do, store_dk, store_dv):
+            for move in (load_q, load_k, load_v, load_do, load_stats, store_dk, store_dv):
                 cpasync.prefetch_descriptor(move)
             with cute.arch.elect_one():
                 for ring in (at.k, at.v, at.q, at.do):
@@ -383,7 +387,9 @@ class OnePass:
         if warp < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0 and first < end:
-                self.produce(load_q, q, load_k, k, load_v, v, load_do, do, stats, at, visits)
+                self.produce(
+                    load_q, q, load_k, k, load_v, v, load_do, do, load_stats, stats, at, visits
+                )
             if warp == 1:
                 self.add_dq(dq_acc, at, visits)
         else:
@@ -393,9 +399,8 @@ class OnePass:
             )
 
     @cute.jit
-    def produce(self, load_q, q, load_k, k, load_v, v, load_do, do, stats, at, visits):
+    def produce(self, load_q, q, load_k, k, load_v, v, load_do, do, load_stats, stats, at, visits):
         """What the producer's warp does: load what the consumers multiply, in their order."""
-        load_rows = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
         to_k, from_k = tiles_of(load_k, at.k.tiles, k[None, None, visits.kv_head, visits.batch])
         to_v, from_v = tiles_of(load_v, at.v.tiles, v[None, None, visits.kv_head, visits.batch])
         full_k = at.k.begin_fill(0)
@@ -405,8 +410,8 @@ class OnePass:
             head = visits.kv_head * visits.group_size + member
             to_q, from_q = tiles_of(load_q, at.q.tiles, q[None, None, head, visits.batch])
             to_do, from_do = tiles_of(load_do, at.do.tiles, do[None, None, head, visits.batch])
-            lse = cute.logical_divide(stats[visits.batch, head, 0, None], self.tile_q)
-            delta = cute.logical_divide(stats[visits.batch, head, 1, None], self.tile_q)
+            to_lse, lse = stats_of(load_stats, at.lse, stats[None, 0, head, visits.batch])
+            to_delta, delta = stats_of(load_stats, at.delta, stats[None, 1, head, visits.batch])
             for tile in range(visits.first, visits.end):
                 slot = at.q.slot(n)
                 full_q = at.q.begin_fill(n)
@@ -424,9 +429,8 @@ class OnePass:
                     # its first keys, so that the postprocess, which waits for this kernel alone,
                     # finds the preprocess done as well.
                     cute.arch.griddepcontrol_wait()
-                with cute.arch.elect_one():
-                    cute.copy(load_rows, lse[None, tile], at.lse[None, slot], mbar_ptr=full_q)
-                    cute.copy(load_rows, delta[None, tile], at.delta[None, slot], mbar_ptr=full_do)
+                cute.copy(load_stats, lse[None, tile], to_lse[None, slot], tma_bar_ptr=full_q)
+                cute.copy(load_stats, delta[None, tile], to_delta[None, slot], tma_bar_ptr=full_do)
                 n += 1
 
     @cute.jit

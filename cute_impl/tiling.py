@@ -172,6 +172,26 @@ def tiles_of(move: cute.CopyAtom, tiles: cute.Tensor, x: cute.Tensor):
     )
 
 
+def stats_mover(stats: cute.Tensor, rows: int):
+    """What has the copy engine load one statistic of `rows` rows of a head, and stats [batch,
+    num_heads, 2, padded_rows] as [padded_rows, 2, num_heads, batch] in its terms.
+
+    Bulk copies, which need no description of the tensor, would do too; but `compute-sanitizer`
+    reports them as racing with the reads that wait for their barrier.
+    """
+    stats = cute.make_tensor(stats.iterator, cute.select(stats.layout, mode=[3, 2, 1, 0]))
+    load, tile = cpasync.CopyBulkTensorTileG2SOp(), cute.make_layout((rows,))
+    return cpasync.make_tiled_tma_atom(load, stats, tile, (rows,))
+
+
+def stats_of(move: cute.CopyAtom, slots: cute.Tensor, x: cute.Tensor):
+    """Slots [rows, slots] in shared memory, and pieces of one statistic x [padded_rows] of a head,
+    as `move` copies them: by their number.
+    """
+    pieces = cute.local_tile(x, (cute.size(slots, mode=[0]),), (None,))
+    return cpasync.tma_partition(move, 0, cute.make_layout(1), slots, pieces)
+
+
 def multiply(
     product: cute.TiledMma, acc, a, b, add: bool | Boolean, a_slot=None, b_slot=None
 ) -> None:

@@ -79,6 +79,8 @@ from flash_rosetta.cute_impl.tiling import (
     room_for,
     rounded,
     rows_of,
+    stats_mover,
+    stats_of,
     strided,
     tiles_in,
     tiles_of,
@@ -475,12 +477,13 @@ class DkDv:
         load_k, k = mover(load, k, self.k_shape)
         load_v, v = mover(load, v, self.k_shape)
         load_do, do = mover(load, do, self.q_shape)
+        load_stats, stats = stats_mover(stats, self.tile.tile_q)
         store_dk, dk = mover(store, dk, self.k_shape)
         store_dv, dv = mover(store, dv, self.k_shape)
         seqlen_k, _, num_kv_heads, batch_size = k.shape
         self.kernel(
-            load_q, q, load_k, k, load_v, v, load_do, do, stats, store_dk, dk, store_dv, dv,
-            scale, scale_log2, causal_offset,
+            load_q, q, load_k, k, load_v, v, load_do, do, load_stats, stats, store_dk, dk,
+            store_dv, dv, scale, scale_log2, causal_offset,
         ).launch(
             grid=(cute.ceil_div(seqlen_k, 64) * num_kv_heads * batch_size, 1, 1),
             block=(128 * (self.consumers + self.has_producer), 1, 1),
@@ -528,6 +531,7 @@ class DkDv:
         v: cute.Tensor,
         load_do: cute.CopyAtom,
         do: cute.Tensor,
+        load_stats: cute.CopyAtom,
         stats: cute.Tensor,
         store_dk: cute.CopyAtom,
         dk: cute.Tensor,
@@ -541,7 +545,7 @@ class DkDv:
         at = DkDvShared(self, SmemAllocator().allocate(self.storage()))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
-            for move in (load_q, load_k, load_v, load_do, store_dk, store_dv):
+            for move in (load_q, load_k, load_v, load_do, load_stats, store_dk, store_dv):
                 cpasync.prefetch_descriptor(move)
             with cute.arch.elect_one():
                 for ring in (at.k, at.v, at.q, at.do):
@@ -561,7 +565,7 @@ class DkDv:
         full = cutlass.max(cutlass.min(cute.ceil_div(full, tile_q), end), first)
         visits = Visits(number, kv_head, batch, num_heads // num_kv_heads, first, full, end)
 
-        feed = DkDvFeed(load_q, q, load_do, do, stats, at, visits)
+        feed = DkDvFeed(load_q, q, load_do, do, load_stats, stats, at, visits)
         if warp == 0:
             if visits.total > 0:
                 Feed(at.k, load_k, k[None, None, kv_head, batch]).fill(0, number)
@@ -844,11 +848,12 @@ class DkDvShared(Fixed):
 class DkDvFeed(Fixed):
     """How rings of query and dO tiles, with their lse and delta, are filled."""
 
-    def __init__(self, load_q, q, load_do, do, stats, at: DkDvShared, visits: Visits):
+    def __init__(self, load_q, q, load_do, do, load_stats, stats, at: DkDvShared, visits: Visits):
         self.load_q = load_q
         self.q = q
         self.load_do = load_do
         self.do = do
+        self.load_stats = load_stats
         self.stats = stats
         self.at = at
         self.visits = visits
@@ -857,18 +862,13 @@ class DkDvFeed(Fixed):
         """Have the n-th filling start, of a head of the group."""
         at, batch = self.at, self.visits.batch
         head = self.visits.kv_head * self.visits.group_size + member
-        slot, rows = at.q.slot(n), at.lse.shape[0]
-        load_rows = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
-        lse, delta = (
-            cute.logical_divide(self.stats[batch, head, i, None], rows)[None, tile]
-            for i in range(2)
-        )
+        slot, load = at.q.slot(n), self.load_stats
+        to_lse, lse = stats_of(load, at.lse, self.stats[None, 0, head, batch])
+        to_delta, delta = stats_of(load, at.delta, self.stats[None, 1, head, batch])
         full = Feed(at.q, self.load_q, self.q[None, None, head, batch]).fill(n, tile)
-        with cute.arch.elect_one():
-            cute.copy(load_rows, lse, at.lse[None, slot], mbar_ptr=full)
+        cute.copy(load, lse[None, tile], to_lse[None, slot], tma_bar_ptr=full)
         full = Feed(at.do, self.load_do, self.do[None, None, head, batch]).fill(n, tile)
-        with cute.arch.elect_one():
-            cute.copy(load_rows, delta, at.delta[None, slot], mbar_ptr=full)
+        cute.copy(load, delta[None, tile], to_delta[None, slot], tma_bar_ptr=full)
 
 
 class DkDvOperands(Fixed):
