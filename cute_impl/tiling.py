@@ -137,7 +137,10 @@ class Ring(Fixed):
         await_phase(self.full + self.slot(n), self.parity(n))
 
     def release(self, n) -> None:
-        """A consumer warp: done with the n-th filling."""
+        """A consumer warp: done with the n-th filling.
+
+        Where lanes read it by themselves, not products, they have met since.
+        """
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.empty + self.slot(n))
 

@@ -674,6 +674,7 @@ class DkDv:
     @cute.jit
     def free(self, n, member, tile, at, visits, feed):
         """This warp is done with the n-th tiles; the one that loads has others take their place."""
+        cute.arch.sync_warp()  # each lane has read its rows' statistics
         at.q.release(n)
         at.do.release(n)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -755,6 +756,7 @@ class DkDvByProduct(DkDv):
         """
         slot, p_slot = at.q.slot(n), n & (P_SLOTS - 1)
         self.exponential(s_t, slot, q_number, masked, own, at)
+        cute.arch.sync_warp()  # each lane has read lse
         at.q.release(n)
         p_t = rounded(s_t, self.dtype)
         if n >= P_SLOTS:
@@ -811,6 +813,7 @@ class DkDvByProduct(DkDv):
         if n + P_SLOTS < visits.total:
             cute.arch.barrier_arrive(barrier_id=P_FREE + p_slot, number_of_threads=256)
         score_gradient_by_columns(p_t, dp_t, at.delta[None, slot], own.first_column)
+        cute.arch.sync_warp()  # each lane has read delta
         at.do.release(n)
         # (5) dK += dS^T Q, and the next (3) dP^T = V dO^T
         at.q.await_tile(n)

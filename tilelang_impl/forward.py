@@ -483,9 +483,7 @@ def online_softmax(s, row, grown: T.Ref, factor, factor_huge):
         for i in T.Parallel(rows):
             row.alpha[i] = row.m[i]
             # Each row by itself, though all of a warp come here: what other rows see must not show.
-            row.m[i] = T.if_then_else(
-                (m_tile[i] - row.m[i]) * factor > SLACK, m_tile[i], row.m[i]
-            )
+            row.m[i] = T.if_then_else((m_tile[i] - row.m[i]) * factor > SLACK, m_tile[i], row.m[i])
             row.factor[i] = T.if_then_else(
                 T.abs(row.m[i]) * factor > HUGE, T.min(power_near(row.m[i]), factor_huge), factor
             )
