@@ -15,9 +15,12 @@ COLOURS = {
     "sdpa-flash": "#56B4E9",
     "sdpa-efficient": "#E69F00",
     "sdpa-math": "#888888",
-    "flash-attn-4": "#AA4499",
+    "flash-attn-4": "#661100",
     "flex": "#F0E442",
 }
+LEGEND_COLUMNS = 5
+"""More would not fit the width of two figures beside each other."""
+
 LEFT_OUT = ("sdpa-default",)
 """Its line would lie on that of the kernel which it picked."""
 
@@ -74,7 +77,7 @@ def plot_card(records: list[Record], title: str, path: Path) -> None:
         [lines[name] for name in names],
         names,
         loc="outside upper center",
-        ncols=len(names),
+        ncols=min(len(names), LEGEND_COLUMNS),
         frameon=False,
         title=title,
     )
