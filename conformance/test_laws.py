@@ -5,6 +5,7 @@ No oracle judges here: each law relates results of one backend to one another.
 
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import assume
 from hypothesis import strategies as st
@@ -13,6 +14,8 @@ from flash_rosetta import Inputs, Problem
 from flash_rosetta.conformance import checks
 from flash_rosetta.conformance.cases import LAYOUTS, Lane
 from flash_rosetta.conformance.strategies import for_every
+
+pytestmark = pytest.mark.thorough  # drawn problems have kernels of their own to compile
 
 FULL = {"is_causal": False}
 TOP_LEFT = {"is_causal": True, "causal_alignment": "top_left"}

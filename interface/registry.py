@@ -10,7 +10,7 @@ from flash_rosetta.problem import Problem
 
 ENTRY_POINT_GROUP = "flash_rosetta.backends"
 
-AUTO_ORDER = ("cute", "triton", "tilelang", "reference")
+AUTO_ORDER = ("triton", "cute", "tilelang", "reference")
 """What `backend="auto"` tries, in this order."""
 
 AUTO_ORDER_ON = {"sm_90": ("cute", "tilelang", "triton", "reference")}
