@@ -1,6 +1,7 @@
 """Compiled CuTe kernels on disk: found again, never a wrong one, and never in anybody's way.
 
-The other two languages keep kernels on disk themselves. Nothing here runs a kernel.
+The other two languages keep kernels on disk themselves. Nothing here runs a kernel; the last test
+is of what launches them.
 """
 
 import subprocess
@@ -193,3 +194,13 @@ def test_processes_that_start_together_do_no_harm(folder):
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors
     assert len(list(folder.iterdir())) == 1
+
+
+def test_without_what_launches_kernels_nothing_is_accepted(monkeypatch):
+    backend = registry.get("cute")
+    problem = Problem(batch=1, num_heads=1, seqlen_q=8, head_dim=64, target="sm_90")
+    assert backend.why_not(problem) == []
+    monkeypatch.setattr(sys.modules[type(backend).__module__], "has_tvm_ffi", lambda: False)
+    (reason,) = backend.why_not(problem)
+    assert reason.startswith("apache-tvm-ffi")
+    assert "flash-rosetta[cute]" in reason

@@ -8,7 +8,7 @@ from flash_rosetta.backend import KernelReport
 from flash_rosetta.cute_impl.backward import plan_backward
 from flash_rosetta.cute_impl.compile_only import compile_only
 from flash_rosetta.cute_impl.forward import plan_forward, plan_portable_forward
-from flash_rosetta.cute_impl.launch import can_compile_for
+from flash_rosetta.cute_impl.launch import can_compile_for, has_tvm_ffi
 from flash_rosetta.cute_impl.portable_backward import plan_portable_backward
 from flash_rosetta.kernels import refused_sizes, refused_target
 from flash_rosetta.problem import Problem
@@ -69,6 +69,11 @@ def refusals(problem: Problem) -> list[str]:
     reasons = refused_target(target)
     if not reasons and not can_compile_for(target):
         reasons.append(f"target {target} is unknown to the installed CuTe DSL")
+    if not has_tvm_ffi():
+        reasons.append(
+            "apache-tvm-ffi, through which kernels are launched, is not installed: "
+            "pip install 'flash-rosetta[cute]'"
+        )
     return reasons + refused_sizes(problem, MAX_SEQLEN)
 
 

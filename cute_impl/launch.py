@@ -6,6 +6,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -109,6 +110,12 @@ def build(kernel: type[Kernel], target: str, options: dict[str, Any], flags: str
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)  # the caller's current one
         flags = f"--enable-tvm-ffi --gpu-arch {gpu_arch(target)} {flags}"
         return cute.compile(instance, *instance.signature(), stream, options=flags)
+
+
+@lru_cache
+def has_tvm_ffi() -> bool:
+    """Whether the package that launches are called through is installed beside CuTe DSL."""
+    return find_spec("tvm_ffi") is not None
 
 
 @lru_cache
