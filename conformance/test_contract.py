@@ -253,13 +253,26 @@ def test_auto_takes_the_first_that_can_and_explains_the_others():
 
 
 def test_auto_has_an_order_for_each_kind_of_card():
-    """TileLang's kernels are tuned for Hopper alone, so that elsewhere Triton comes first."""
+    """CuTe's and TileLang's kernels are tuned for Hopper alone: elsewhere Triton comes first."""
     orders = {target: registry.auto_candidates(target) for target in ("cpu", "sm_80", "sm_90")}
     for target, order in orders.items():
         assert order[-1] == "reference"
         if {"triton", "tilelang"} <= set(order):
             hopper_first = order.index("tilelang") < order.index("triton")
             assert hopper_first == (target == "sm_90"), target
+        if {"triton", "cute"} <= set(order):
+            assert (order.index("cute") < order.index("triton")) == (target == "sm_90"), target
+
+
+@pytest.mark.parametrize("name", ["triton", "tilelang", "cute"])
+def test_more_tiles_than_can_be_counted_are_refused(name: str):
+    """In 32 bits their number would wrap, and most of the output would stay as it was."""
+    try:
+        backend = registry.get(name)
+    except Unsupported as error:
+        pytest.skip(str(error))
+    problem = Problem(batch=65537, num_heads=65537, seqlen_q=1, head_dim=8, target="sm_90")
+    assert any("tiles" in reason for reason in backend.why_not(problem))
 
 
 def test_a_name_is_registered_once_and_by_a_whole_backend():

@@ -107,9 +107,10 @@ def explain(
 ) -> Explanation:
     """Which backend `attention` would use for the same arguments, and why not each of the others.
 
-    "auto" tries cute, triton, tilelang, reference, in this order, but tilelang before triton on
-    sm_90 (Hopper); any other backend runs only when it is named. Raises TypeError and ValueError as
-    `attention` does; a problem that nothing can run is no error here: `chosen` is None.
+    "auto" tries cute, tilelang, triton, reference, in this order, on sm_90 (Hopper), and triton,
+    cute, tilelang, reference elsewhere; any other backend runs only when it is named. Raises
+    TypeError and ValueError as `attention` does; a problem that nothing can run is no error here:
+    `chosen` is None.
     """
     q, k, v, scale, needs_backward = _read(q, k, v, is_causal, causal_alignment, scale, return_lse)
     problem = ops.problem_of(q, k, v, is_causal, causal_alignment, scale, needs_backward)

@@ -12,6 +12,8 @@ from flash_rosetta.problem import Problem
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
+SMALLEST_TILE = 16
+MAX_TILES = 2**31 - 1  # programs are counted in 32 bits
 MAX_SCALE = torch.finfo(torch.float32).max / math.log2(math.e)
 
 
@@ -34,6 +36,12 @@ def refused_sizes(problem: Problem, max_seqlen: int) -> list[str]:
     longest = max(problem.seqlen_q, problem.seqlen_k)
     if longest > max_seqlen:
         reasons.append(f"a seqlen of {longest} is above {max_seqlen}")
+    most_tiles = -(-longest // SMALLEST_TILE) * problem.num_heads * problem.batch
+    if most_tiles > MAX_TILES:
+        reasons.append(
+            f"batch {problem.batch} x num_heads {problem.num_heads} x seqlen {longest} makes "
+            f"{most_tiles} tiles of {SMALLEST_TILE} rows, above {MAX_TILES}"
+        )
     if abs(problem.scale) > MAX_SCALE:
         reasons.append(f"scale {problem.scale} times log2(e) does not fit fp32")
     return reasons
