@@ -26,9 +26,6 @@ OUTPUT_NAMES: dict[Direction, tuple[str, ...]] = {
     "backward": ("dq", "dk", "dv"),
 }
 
-ONLY_WHEN_NAMED = ("triton_baseline", "cute_portable")
-"""Registered to be measured on request, not to win."""
-
 REFERENCE_LIMIT = 512
 """Longest sequence at which the reference, Python loops, races on a GPU without being named."""
 
@@ -72,7 +69,7 @@ class BackendContender:
         reasons = registry.why_not(self.name, problem)
         if self.named:
             return reasons
-        if self.name in ONLY_WHEN_NAMED:
+        if self.name in registry.ONLY_BY_NAME:
             return [*reasons, f"races only when named: --backend {self.name}"]
         if self.name == "reference" and problem.target != "cpu":
             longest = max(problem.seqlen_q, problem.seqlen_k)

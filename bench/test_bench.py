@@ -311,7 +311,7 @@ def test_slow_and_baseline_backends_race_on_a_gpu_only_when_named(monkeypatch):
     assert BackendContender("reference", named=True).why_not(long) == []
     on_cpu = Problem(batch=1, num_heads=1, seqlen_q=2048, head_dim=64)
     assert BackendContender("reference", named=False).why_not(on_cpu) == []
-    monkeypatch.setattr("flash_rosetta.bench.contenders.ONLY_WHEN_NAMED", ("reference",))
+    monkeypatch.setattr("flash_rosetta.registry.ONLY_BY_NAME", ("reference",))
     reasons = BackendContender("reference", named=False).why_not(on_cpu)
     assert reasons == ["races only when named: --backend reference"]
     assert BackendContender("reference", named=True).why_not(on_cpu) == []

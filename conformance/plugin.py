@@ -30,9 +30,6 @@ from flash_rosetta.conformance.watchdog import Watchdog
 
 HERE = Path(__file__).parent.resolve()
 
-ONLY_BY_NAME = ("triton_baseline", "cute_portable")
-"""Backends that a run without --backend leaves out: kernels that are there to be compared with."""
-
 LIMIT_S = 120.0
 """Seconds a test may take before it counts as hung; `@pytest.mark.limit(seconds)` changes it."""
 
@@ -100,7 +97,7 @@ class Suite:
         return self.named or [
             name
             for name in known
-            if name not in ONLY_BY_NAME and (self.can_run(name) or self.can_compile(name))
+            if name not in registry.ONLY_BY_NAME and (self.can_run(name) or self.can_compile(name))
         ]
 
     def lane(self, name: str) -> cases.Lane:
@@ -272,16 +269,16 @@ def _capabilities_of(item: pytest.Item) -> list[str]:
 
 
 def _is_left_out(suite: Suite, item: pytest.Item) -> bool:
-    if "compilable" in getattr(item, "fixturenames", ()) and _backend_of(item) is None:
+    fixtures = getattr(item, "fixturenames", ())
+    about_no_backend = _backend_of(item) is None
+    if "compilable" in fixtures and about_no_backend:
         # No backend compiles without a card, and pytest would report a skip for it.
         return _is_ours(item.path)
     if suite.problem is not None:
-        return "case" not in getattr(item, "fixturenames", ())
+        return "case" not in fixtures
     if not _is_ours(item.path) or not suite.is_quick:
         return False
-    compiles_alone = "compilable" in getattr(item, "fixturenames", ())
-    for_other_cards = suite.device.type == "cuda" and compiles_alone
-    about_no_backend = _backend_of(item) is None
+    for_other_cards = suite.device.type == "cuda" and "compilable" in fixtures
     is_thorough = item.get_closest_marker("thorough") is not None
     return is_thorough or about_no_backend or for_other_cards
 

@@ -38,7 +38,6 @@ What lives where
         q's bytes at least; each tile in the order in which threads hold it
 """
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -55,20 +54,23 @@ from torch import Tensor
 
 from flash_rosetta.copy_engine import as_is, operand
 from flash_rosetta.cute_impl.gradients import (
-    LOG2_E,
+    Plan,
     RowPieces,
     Visits,
+    empty_dense,
     exponential_by_columns,
     hide_by_columns,
     load_pieces,
     owned_by,
     put_stats,
     score_gradient_by_columns,
+    score_scalars,
 )
-from flash_rosetta.cute_impl.launch import Launch, Recipe
-from flash_rosetta.cute_impl.portable_backward import plan_portable_backward
+from flash_rosetta.cute_impl.launch import Recipe
+from flash_rosetta.cute_impl.portable_backward import PortableRecipes, portable_recipes
 from flash_rosetta.cute_impl.tiles import OnePassTile, padded_head_dim, tiles_for
 from flash_rosetta.cute_impl.tiling import (
+    CONSUMER_REGISTERS,
     DTYPES,
     PRODUCER_REGISTERS,
     Fixed,
@@ -90,7 +92,7 @@ from flash_rosetta.cute_impl.tiling import (
     tiles_of,
     transposed,
 )
-from flash_rosetta.cute_impl.two_pass_backward import plan_two_pass_backward
+from flash_rosetta.cute_impl.two_pass_backward import TwoPassRecipes, two_pass_recipes
 from flash_rosetta.layout import LaunchKey, contiguous, launch_key
 from flash_rosetta.problem import Problem
 
@@ -98,9 +100,6 @@ CONSUMERS = 2
 """Warpgroups that multiply, each with 64 keys of the tile."""
 
 TILE_K = 64 * CONSUMERS
-
-CONSUMER_REGISTERS = 240
-"""What a consumer's thread gets of what all start with, 168, and what the producer leaves."""
 
 DS_SLOTS = 2
 """One would have the warpgroups meet twice a visit: before they write dS, and after."""
@@ -120,23 +119,13 @@ def plan_backward(
     o: Tensor,
     lse: Tensor,
     problem: Problem,
-) -> tuple[list[Launch], Tensor, Tensor, Tensor]:
+) -> Plan:
     """The launches that compute dq, dk and dv, and the tensors they will fill."""
-    recipes = _recipes(launch_key(problem, q, k, v, do, o, lse, dlse))
-    if not isinstance(recipes, Recipes):
-        return recipes(do, dlse, q, k, v, o, lse, problem)
-    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
-    stats = q.new_empty(recipes.stats_shape, dtype=torch.float32)
-    dq_acc = q.new_empty(recipes.dq_acc_shape, dtype=torch.float32)
-    launches = [
-        recipes.preprocess.launch(o, do, lse, lse if dlse is None else dlse, stats, dq_acc),
-        recipes.one_pass.launch(q, k, v, do, stats, dq_acc, dk, dv),
-        recipes.postprocess.launch(dq_acc, dq),
-    ]
-    return launches, dq, dk, dv
+    key = launch_key(problem, q, k, v, do, o, lse, dlse)
+    return _recipes(key).plan(do, dlse, q, k, v, o, lse)
 
 
-class Recipes(NamedTuple):
+class OnePassRecipes(NamedTuple):
     """Of the three launches, and the shapes of what they leave to each other."""
 
     preprocess: Recipe
@@ -145,28 +134,45 @@ class Recipes(NamedTuple):
     stats_shape: tuple[int, ...]
     dq_acc_shape: tuple[int, ...]
 
+    def plan(
+        self,
+        do: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+    ) -> Plan:
+        """The launches on these tensors, and dq, dk and dv, which they will fill."""
+        dq, dk, dv = map(empty_dense, (q, k, v))
+        stats = q.new_empty(self.stats_shape, dtype=torch.float32)
+        dq_acc = q.new_empty(self.dq_acc_shape, dtype=torch.float32)
+        launches = [
+            self.preprocess.launch(o, do, lse, lse if dlse is None else dlse, stats, dq_acc),
+            self.one_pass.launch(q, k, v, do, stats, dq_acc, dk, dv),
+            self.postprocess.launch(dq_acc, dq),
+        ]
+        return launches, dq, dk, dv
+
 
 @lru_cache(maxsize=4096)
-def _recipes(
-    key: LaunchKey,
-) -> Recipes | Callable[..., tuple[list[Launch], Tensor, Tensor, Tensor]]:
-    """Where the problem is not for these kernels, the plan of those that it is for."""
+def _recipes(key: LaunchKey) -> OnePassRecipes | TwoPassRecipes | PortableRecipes:
+    """Of the kernels that the problem is for."""
     problem = key.problem
     q, k, v, do, o, _, dlse = key.layouts
     if not can_use_tma(problem, q, k, v, do, o):
-        return plan_portable_backward
+        return portable_recipes(key)
     tile = tiles_for(problem).one_pass
     if tile is None or problem.deterministic:
-        return plan_two_pass_backward
+        return two_pass_recipes(key)
     width = padded_head_dim(problem.head_dim)
     num_tiles = -(-problem.seqlen_q // tile.tile_q)
     heads = problem.batch, problem.num_heads
     dq, dkv = (operand(contiguous(*t.shape), tma=True) for t in (q, k))
     q, k, v, do, o = (operand(t, tma=True) for t in (q, k, v, do, o))
-    # Where nothing is masked, an offset that lets the first query see the last key says so.
-    causal_offset = problem.causal_offset if problem.is_causal else problem.seqlen_k
     common = {"dtype": problem.dtype, "width": width, "tile": tile}
-    return Recipes(
+    return OnePassRecipes(
         preprocess=Recipe(
             Preprocess,
             key,
@@ -178,7 +184,7 @@ def _recipes(
             OnePass,
             key,
             operands=(q, k, v, do, as_is, as_is, dkv, dkv),
-            scalars=(problem.scale, problem.scale * LOG2_E, causal_offset),
+            scalars=score_scalars(problem),
             options=common,
         ),
         postprocess=Recipe(

@@ -27,7 +27,6 @@ What lives where
     HBM: q, k, v read; o, lse written; never S or P
 """
 
-import math
 from functools import lru_cache
 
 import cuda.bindings.driver as cuda
@@ -72,6 +71,7 @@ from flash_rosetta.cute_impl.tiling import (
     tiles_of,
     transposed,
 )
+from flash_rosetta.kernels import exponent_scale, last_key_offset
 from flash_rosetta.layout import LaunchKey, contiguous, launch_key
 from flash_rosetta.problem import Problem
 from flash_rosetta.turns import multiprocessors, num_programs
@@ -90,7 +90,7 @@ def plan_portable_forward(
 ) -> tuple[Launch, Tensor, Tensor]:
     """The same, by the kernel of every card even where Hopper's could run."""
     o, lse = _outputs(q, problem)
-    return _portable_recipe(launch_key(problem, q, k, v)).launch(q, k, v, o, lse), o, lse
+    return portable_recipe(launch_key(problem, q, k, v)).launch(q, k, v, o, lse), o, lse
 
 
 def _outputs(q: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
@@ -104,14 +104,21 @@ def _recipe(key: LaunchKey) -> Recipe:
     problem = key.problem
     q, k, v = key.layouts
     if not can_use_tma(problem, q, k, v):
-        return _portable_recipe(key)
+        return portable_recipe(key)
     tile = tiles_for(problem).forward
     num_tiles = -(-problem.seqlen_q // tile.tile_q)
     total = num_tiles * problem.num_heads * problem.batch
     programs = num_programs(
         problem, tile.tile_q, tile.tile_k, tile.programs * multiprocessors(key.device)
     )
-    scalars = (*_scalars(problem), num_tiles, problem.group_size, total, programs)
+    scalars = (
+        *exponent_scale(problem),
+        last_key_offset(problem),
+        num_tiles,
+        problem.group_size,
+        total,
+        programs,
+    )
     operands = *(operand(t, True) for t in (q, k, v, contiguous(*q.shape))), as_is
     options = {
         "dtype": problem.dtype,
@@ -120,27 +127,6 @@ def _recipe(key: LaunchKey) -> Recipe:
         "tile": tile,
     }
     return Recipe(Forward, key, operands, scalars, options)
-
-
-@lru_cache(maxsize=4096)
-def _portable_recipe(key: LaunchKey) -> Recipe:
-    return portable_recipe(key, _scalars(key.problem))
-
-
-def _scalars(problem: Problem) -> tuple[float, float, float, int]:
-    """What both kernels take of the scale and the mask."""
-    factor = abs(problem.scale) * math.log2(math.e)
-    if factor < torch.finfo(torch.float32).tiny:
-        factor = 0.0
-    sign = math.copysign(1.0, problem.scale) if factor else 0.0
-    factor = factor or 1.0
-    return (
-        factor,
-        2.0 ** math.ceil(math.log2(factor)),
-        sign,
-        # Without a mask every query sees key seqlen_k - 1, which this offset says as well.
-        problem.causal_offset if problem.is_causal else problem.seqlen_k,
-    )
 
 
 class Turns(Fixed):

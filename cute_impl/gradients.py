@@ -1,7 +1,7 @@
 """P and dS of a tile of scores, and the row statistics they need, as backward kernels compute them.
 
 Tiles of S are products of tiling.py, with queries as rows, or S^T with keys as rows: then queries,
-and with them lse and delta, go by columns.
+and with them lse and delta, go by columns. And what the plans of all backward kernels share.
 """
 
 from __future__ import annotations
@@ -9,12 +9,30 @@ from __future__ import annotations
 import math
 
 import cutlass.cute as cute
+import torch
 from cutlass import Float32, Int32, range_constexpr
+from torch import Tensor
 
+from flash_rosetta.cute_impl.launch import Launch
 from flash_rosetta.cute_impl.softmax import exp2
 from flash_rosetta.cute_impl.tiling import Fixed, by_row, column_of
+from flash_rosetta.kernels import last_key_offset
+from flash_rosetta.problem import Problem
 
 LOG2_E = math.log2(math.e)
+
+Plan = tuple[list[Launch], Tensor, Tensor, Tensor]
+"""Launches, and dq, dk and dv, which they will fill."""
+
+
+def empty_dense(t: Tensor) -> Tensor:
+    """A gradient's memory."""
+    return torch.empty_like(t, memory_format=torch.contiguous_format)
+
+
+def score_scalars(problem: Problem) -> tuple[float, float, int]:
+    """What kernels that recompute P take of the scale and the mask."""
+    return problem.scale, problem.scale * LOG2_E, last_key_offset(problem)
 
 
 def owned_by(num_tiles, num_heads) -> tuple:

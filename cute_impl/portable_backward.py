@@ -29,6 +29,7 @@ What lives where
 """
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -42,8 +43,9 @@ from torch import Tensor
 
 from flash_rosetta.copy_engine import as_is
 from flash_rosetta.cute_impl.gradients import (
-    LOG2_E,
+    Plan,
     RowPieces,
+    empty_dense,
     exponential_by_columns,
     exponential_by_rows,
     hide_by_columns,
@@ -52,8 +54,9 @@ from flash_rosetta.cute_impl.gradients import (
     put_stats,
     score_gradient_by_columns,
     score_gradient_by_rows,
+    score_scalars,
 )
-from flash_rosetta.cute_impl.launch import Launch, Recipe
+from flash_rosetta.cute_impl.launch import Recipe
 from flash_rosetta.cute_impl.portable_tiling import (
     CHUNK_BYTES,
     Engine,
@@ -92,30 +95,48 @@ def plan_portable_backward(
     o: Tensor,
     lse: Tensor,
     problem: Problem,
-) -> tuple[list[Launch], Tensor, Tensor, Tensor]:
-    """The three launches that compute dq, dk and dv, and the tensors they will fill."""
-    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
-    padded_rows = -(-problem.seqlen_q // STATS_TILE) * STATS_TILE
-    stats = q.new_empty((problem.batch, problem.num_heads, 2, padded_rows), dtype=torch.float32)
-    preprocess, dkdv_pass, dq_pass = _recipes(launch_key(problem, q, k, v, do, o, lse, dlse))
-    launches = [
-        preprocess.launch(o, do, lse, lse if dlse is None else dlse, stats),
-        dkdv_pass.launch(q, k, v, do, stats, dk, dv),
-        dq_pass.launch(q, k, v, do, stats, dq),
-    ]
-    return launches, dq, dk, dv
+) -> Plan:
+    """`plan_backward` by the kernels of every card, even where Hopper's could run."""
+    key = launch_key(problem, q, k, v, do, o, lse, dlse)
+    return portable_recipes(key).plan(do, dlse, q, k, v, o, lse)
+
+
+class PortableRecipes(NamedTuple):
+    """Of the three launches, and the shape of what the first leaves to the others."""
+
+    preprocess: Recipe
+    dkdv_pass: Recipe
+    dq_pass: Recipe
+    stats_shape: tuple[int, ...]
+
+    def plan(
+        self,
+        do: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+    ) -> Plan:
+        """The launches on these tensors, and dq, dk and dv, which they will fill."""
+        dq, dk, dv = map(empty_dense, (q, k, v))
+        stats = q.new_empty(self.stats_shape, dtype=torch.float32)
+        launches = [
+            self.preprocess.launch(o, do, lse, lse if dlse is None else dlse, stats),
+            self.dkdv_pass.launch(q, k, v, do, stats, dk, dv),
+            self.dq_pass.launch(q, k, v, do, stats, dq),
+        ]
+        return launches, dq, dk, dv
 
 
 @lru_cache(maxsize=4096)
-def _recipes(key: LaunchKey) -> tuple[Recipe, Recipe, Recipe]:
-    """Of preprocess, dk/dv and dq."""
+def portable_recipes(key: LaunchKey) -> PortableRecipes:
     problem = key.problem
     q, k, v, do, o, _, dlse = key.layouts
     vector = can_use_vectors(problem, q, k, v, do, o)
     tiles = portable_tiles_for(problem, vector)
-    # Where nothing is masked, an offset that lets the first query see the last key says so.
-    causal_offset = problem.causal_offset if problem.is_causal else problem.seqlen_k
-    scalars = problem.scale, problem.scale * LOG2_E, causal_offset
+    scalars = score_scalars(problem)
     common = {
         "dtype": problem.dtype,
         "width": padded_head_dim(problem.head_dim),
@@ -123,10 +144,14 @@ def _recipes(key: LaunchKey) -> tuple[Recipe, Recipe, Recipe]:
     }
     has_dlse = (int(dlse is not None),)
     both_passes = common | {"exact": is_exact(problem)}
-    return (
-        Recipe(PortablePreprocess, key, (as_is,) * 5, has_dlse, common),
-        Recipe(PortableDkdv, key, (as_is,) * 7, scalars, both_passes | {"tile": tiles.dkdv}),
-        Recipe(PortableDq, key, (as_is,) * 6, scalars, both_passes | {"tile": tiles.dq}),
+    padded_rows = -(-problem.seqlen_q // STATS_TILE) * STATS_TILE
+    return PortableRecipes(
+        preprocess=Recipe(PortablePreprocess, key, (as_is,) * 5, has_dlse, common),
+        dkdv_pass=Recipe(
+            PortableDkdv, key, (as_is,) * 7, scalars, both_passes | {"tile": tiles.dkdv}
+        ),
+        dq_pass=Recipe(PortableDq, key, (as_is,) * 6, scalars, both_passes | {"tile": tiles.dq}),
+        stats_shape=(problem.batch, problem.num_heads, 2, padded_rows),
     )
 
 

@@ -14,6 +14,8 @@ What lives where
     HBM: q, k, v read; o, lse written; never S or P
 """
 
+from functools import lru_cache
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -48,12 +50,15 @@ from flash_rosetta.cute_impl.softmax import (
 )
 from flash_rosetta.cute_impl.tiles import PortableTile, padded_head_dim, portable_tiles_for
 from flash_rosetta.cute_impl.tiling import DTYPES, first_column_of
+from flash_rosetta.kernels import exponent_scale, last_key_offset
 from flash_rosetta.layout import LaunchKey
 
 
-def portable_recipe(key: LaunchKey, scalars: tuple[float, float, float, int]) -> Recipe:
-    """`plan_forward`'s recipe for this kernel; `scalars` as the kernel takes them."""
+@lru_cache(maxsize=4096)
+def portable_recipe(key: LaunchKey) -> Recipe:
+    """`plan_forward`'s recipe for this kernel."""
     problem = key.problem
+    scalars = *exponent_scale(problem), last_key_offset(problem)
     vector = can_use_vectors(problem, *key.layouts)
     options = {
         "dtype": problem.dtype,

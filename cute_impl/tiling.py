@@ -31,6 +31,9 @@ DTYPES = {
 PRODUCER_REGISTERS = 24
 """A thread of the producer's warpgroup keeps these and leaves the others to the consumers."""
 
+CONSUMER_REGISTERS = 240
+"""What a thread of two warpgroups beside a producer's gets: all start with 168."""
+
 
 def can_use_tma(problem: Problem, *inputs: Layout) -> bool:
     """Whether Hopper's copy engine can move tiles of the inputs and of our outputs.

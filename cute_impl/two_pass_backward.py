@@ -35,7 +35,6 @@ What lives where
         makes P zero without a mask
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -50,9 +49,10 @@ from torch import Tensor
 
 from flash_rosetta.copy_engine import as_is, operand
 from flash_rosetta.cute_impl.gradients import (
-    LOG2_E,
+    Plan,
     RowPieces,
     Visits,
+    empty_dense,
     exponential_by_columns,
     exponential_by_rows,
     hide_by_columns,
@@ -62,10 +62,12 @@ from flash_rosetta.cute_impl.gradients import (
     put_stats,
     score_gradient_by_columns,
     score_gradient_by_rows,
+    score_scalars,
 )
-from flash_rosetta.cute_impl.launch import Launch, Recipe
+from flash_rosetta.cute_impl.launch import Recipe
 from flash_rosetta.cute_impl.tiles import DkDvTile, DqTile, padded_head_dim, tiles_for
 from flash_rosetta.cute_impl.tiling import (
+    CONSUMER_REGISTERS,
     DTYPES,
     PRODUCER_REGISTERS,
     Fixed,
@@ -86,11 +88,7 @@ from flash_rosetta.cute_impl.tiling import (
     tiles_of,
     transposed,
 )
-from flash_rosetta.layout import LaunchKey, contiguous, launch_key
-from flash_rosetta.problem import Problem
-
-CONSUMER_REGISTERS = 240
-"""What a thread of two warpgroups beside a producer's gets: all start with 168."""
+from flash_rosetta.layout import LaunchKey, contiguous
 
 STAGES = 2
 """Slots of the rings of query and of dO tiles."""
@@ -102,48 +100,43 @@ P_SLOTS = 2
 STATS_READY, MEET, P_FREE, P_READY = 1, 2, 4, 4 + P_SLOTS
 
 
-def plan_two_pass_backward(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    problem: Problem,
-) -> tuple[list[Launch], Tensor, Tensor, Tensor]:
-    """The launches that compute dq, dk and dv, and the tensors they will fill."""
-    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
-    recipes = _recipes(launch_key(problem, q, k, v, do, o, lse, dlse))
-    stats = q.new_empty(recipes.stats_shape, dtype=torch.float32)
-    launches = [
-        recipes.dq_pass.launch(q, k, v, do, o, lse, lse if dlse is None else dlse, stats, dq),
-        recipes.dkdv_pass.launch(q, k, v, do, stats, dk, dv),
-    ]
-    return launches, dq, dk, dv
-
-
-class Recipes(NamedTuple):
+class TwoPassRecipes(NamedTuple):
     """Of the two launches, and the shape of what the first leaves to the second."""
 
     dq_pass: Recipe
     dkdv_pass: Recipe
     stats_shape: tuple[int, ...]
 
+    def plan(
+        self,
+        do: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+    ) -> Plan:
+        """The launches on these tensors, and dq, dk and dv, which they will fill."""
+        dq, dk, dv = map(empty_dense, (q, k, v))
+        stats = q.new_empty(self.stats_shape, dtype=torch.float32)
+        launches = [
+            self.dq_pass.launch(q, k, v, do, o, lse, lse if dlse is None else dlse, stats, dq),
+            self.dkdv_pass.launch(q, k, v, do, stats, dk, dv),
+        ]
+        return launches, dq, dk, dv
 
-@lru_cache(maxsize=4096)
-def _recipes(key: LaunchKey) -> Recipes:
+
+def two_pass_recipes(key: LaunchKey) -> TwoPassRecipes:
     problem = key.problem
     q, k, v, do, o, _, dlse = key.layouts
     tiles = tiles_for(problem)
     num_tiles = -(-problem.seqlen_q // tiles.dq.tile_q)
     dq, dkv = (operand(contiguous(*t.shape), tma=True) for t in (q, k))
     q, k, v, do, o = (operand(t, tma=True) for t in (q, k, v, do, o))
-    # Where nothing is masked, an offset that lets the first query see the last key says so.
-    causal_offset = problem.causal_offset if problem.is_causal else problem.seqlen_k
-    scalars = problem.scale, problem.scale * LOG2_E, causal_offset
+    scalars = score_scalars(problem)
     common = {"dtype": problem.dtype, "width": padded_head_dim(problem.head_dim)}
-    return Recipes(
+    return TwoPassRecipes(
         dq_pass=Recipe(
             Dq,
             key,

@@ -47,6 +47,27 @@ def refused_sizes(problem: Problem, max_seqlen: int) -> list[str]:
     return reasons
 
 
+def exponent_scale(problem: Problem) -> tuple[float, float, float]:
+    """A problem's scale as forward kernels fold it into exp2: |scale| log2(e), the next power of
+    two, and the scale's sign.
+
+    A factor that fp32 cannot hold is none: then it is one, and the sign, by which the scores are
+    multiplied, zero.
+    """
+    factor = abs(problem.scale) * math.log2(math.e)
+    if factor < torch.finfo(torch.float32).tiny:
+        return 1.0, 1.0, 0.0
+    return factor, 2.0 ** math.ceil(math.log2(factor)), math.copysign(1.0, problem.scale)
+
+
+def last_key_offset(problem: Problem) -> int:
+    """What added to a query's number gives the last key that it may see.
+
+    Where nothing is masked, that is any offset which lets the first query see the last key.
+    """
+    return problem.causal_offset if problem.is_causal else problem.seqlen_k
+
+
 def plan_without_memory(
     problem: Problem, plan_forward: Callable[..., Any], plan_backward: Callable[..., Any]
 ) -> list[Any]:

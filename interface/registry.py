@@ -19,6 +19,9 @@ AUTO_ORDER_ON = {"sm_90": ("cute", "tilelang", "triton", "reference")}
 EXTRAS = ("triton", "tilelang", "cute")
 """Backends whose DSL comes with `pip install 'flash-rosetta[NAME]'`."""
 
+ONLY_BY_NAME = ("triton_baseline", "cute_portable")
+"""Backends that suite and race leave out unless named: kernels there to be compared with."""
+
 _registered: dict[str, Backend] = {}
 
 

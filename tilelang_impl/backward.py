@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from flash_rosetta.copy_engine import as_is, operand
+from flash_rosetta.kernels import last_key_offset
 from flash_rosetta.layout import LaunchKey, contiguous, launch_key
 from flash_rosetta.problem import Problem
 from flash_rosetta.tilelang_impl.launch import Launch, Recipe
@@ -97,9 +98,7 @@ def _recipes(key: LaunchKey) -> tuple[Recipe, Recipe, Recipe]:
     tma = can_use_tma(problem, q, k, v, do, o)
     tiles = tiles_for(problem, tma)
     read_by_both_passes = *(operand(t, tma) for t in (q, k, v, do)), as_is
-    # Where nothing is masked, an offset that lets the first query see the last key says so.
-    causal_offset = problem.causal_offset if problem.is_causal else problem.seqlen_k
-    scalars = problem.scale, problem.scale * math.log2(math.e), causal_offset
+    scalars = problem.scale, problem.scale * math.log2(math.e), last_key_offset(problem)
     common = {"dtype": DTYPES[problem.dtype], "width": padded_head_dim(problem.head_dim)}
 
     def options_of(tile: Tile, **others: bool) -> dict:

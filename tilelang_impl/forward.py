@@ -37,6 +37,7 @@ from tilelang.layout import make_swizzled_layout
 from torch import Tensor
 
 from flash_rosetta.copy_engine import as_is, operand
+from flash_rosetta.kernels import exponent_scale, last_key_offset
 from flash_rosetta.layout import LaunchKey, contiguous, launch_key
 from flash_rosetta.problem import Problem
 from flash_rosetta.tilelang_impl.launch import Launch, Recipe
@@ -87,19 +88,11 @@ def _recipe(key: LaunchKey) -> Recipe:
     o = contiguous(*q.shape)
     tma = can_use_tma(problem, q, k, v)
     tile = tiles_for(problem, tma).forward
-    factor = abs(problem.scale) * math.log2(math.e)
-    if factor < torch.finfo(torch.float32).tiny:
-        factor = 0.0
-    sign = math.copysign(1.0, problem.scale) if factor else 0.0
-    factor = factor or 1.0
     num_tiles = -(-problem.seqlen_q // tile.tile_q)
     total = num_tiles * problem.num_heads * problem.batch
     scalars = (
-        factor,
-        2.0 ** math.ceil(math.log2(factor)),
-        sign,
-        # Without a mask every query sees key seqlen_k - 1, which this offset says as well.
-        problem.causal_offset if problem.is_causal else problem.seqlen_k,
+        *exponent_scale(problem),
+        last_key_offset(problem),
         num_tiles,
         problem.group_size,
         total,
