@@ -111,6 +111,7 @@ def _card_lines(path: Path, card: dict[str, Any]) -> Iterator[str]:
             ("Triton", "triton"),
             ("TileLang", "tilelang"),
             ("CuTe DSL", "nvidia-cutlass-dsl"),
+            ("flash-attn-4", "flash-attn-4"),
         )
         if machine.get(key)
     )

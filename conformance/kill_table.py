@@ -148,6 +148,12 @@ def main(argv: Sequence[str] = ()) -> int:
         print(f"--kill-table takes --device cpu or cuda; got {' '.join(argv)}", file=sys.stderr)
         return 2
     device = argv[1] if argv else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        print(
+            "--kill-table --device cuda needs a GPU, and PyTorch sees none: leave it out, or say cpu",
+            file=sys.stderr,
+        )
+        return 2
     if device == "cpu" and not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything loads the kernels
     kills = hunt(device=device)

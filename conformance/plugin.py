@@ -84,6 +84,10 @@ class Suite:
         self.problem: str | None = config.getoption("--problem")
         default = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(config.getoption("--device") or default)
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise pytest.UsageError(
+                "--device cuda needs a GPU, and PyTorch sees none: leave it out, or say cpu"
+            )
         self.watchdog = Watchdog()
 
     @cached_property

@@ -311,6 +311,28 @@ def test_a_lost_device_ends_the_run(monkeypatch: pytest.MonkeyPatch):
     assert "--deselect 'test_forward.py::test_o_and_lse[base_2_lse-" in printed
 
 
+def test_a_device_is_lost_when_cuda_says_so(monkeypatch: pytest.MonkeyPatch):
+    def fail(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: misaligned address\nSearch for ...")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    assert lost_device.device_error(torch.device("cuda")) is None
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    assert lost_device.device_error(torch.device("cuda")) == "CUDA error: misaligned address"
+    assert lost_device.device_error(torch.device("cpu")) is None
+
+
+def test_a_gpu_that_is_not_there_is_a_usage_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    status, _ = run_suite([Named("keen")], FORWARD, "--collect-only", device="cuda")
+    assert status == pytest.ExitCode.USAGE_ERROR
+    assert "--device cuda needs a GPU" in capsys.readouterr().err
+    assert kill_table.main(["--device", "cuda"]) == 2
+    assert "needs a GPU" in capsys.readouterr().err
+
+
 def test_a_failure_that_leaves_the_device_alone_does_not_end_the_run():
     status, printed = run_suite([named("base_2_lse")], FORWARD, "-k", "tiny")
     assert status == pytest.ExitCode.TESTS_FAILED

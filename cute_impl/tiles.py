@@ -115,7 +115,7 @@ def padded_head_dim(head_dim: int) -> int:
     return max(64, 1 << (head_dim - 1).bit_length())
 
 
-# Measured on an H200 (NOTES.md has the figures), but for two passes and a width of 256. Two
+# Measured on an H200 (NOTES.md has the figures), but for two passes at widths of 64 and 128. Two
 # warpgroups on each multiprocessor at least, whose softmax and matrix products fill each other's
 # gaps.
 HOPPER = {
