@@ -150,7 +150,7 @@ def main(argv: Sequence[str] = ()) -> int:
     device = argv[1] if argv else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         print(
-            "--kill-table --device cuda needs a GPU, and PyTorch sees none: leave it out, or say cpu",
+            "--device cuda needs a GPU, and PyTorch sees none: leave it out, or say cpu",
             file=sys.stderr,
         )
         return 2
