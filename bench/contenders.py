@@ -300,7 +300,7 @@ def contenders(backends: list[str] | None, against: list[str] | None) -> list[Co
     """
     everybody = [*SDPA, *OTHERS]
     for name in backends or ():
-        if name not in registry.names():
+        if not registry.is_known(name):
             raise ValueError(f"backend must be one of {', '.join(registry.names())}; got {name!r}")
     for name in against or ():
         if name not in everybody:

@@ -94,10 +94,11 @@ class Suite:
     def backends(self) -> list[str]:
         """The names to test; raises UsageError for a name that nobody registered."""
         known = registry.names()
-        if unknown := [name for name in self.named if name not in known]:
-            raise pytest.UsageError(
-                f"--backend must name one of {', '.join(known)}; got {', '.join(unknown)}"
-            )
+        for name in self.named:
+            if not registry.is_known(name):
+                raise pytest.UsageError(
+                    f"--backend must name one of {', '.join(known)}; got {name}"
+                )
         return self.named or [
             name
             for name in known

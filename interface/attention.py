@@ -152,7 +152,7 @@ def _read(
 def _backend_name(backend: str | None) -> str:
     if backend is None:
         name = os.environ.get(BACKEND_VARIABLE) or "auto"
-        if name != "auto" and not torch.compiler.is_compiling() and name not in registry.names():
+        if name != "auto" and not torch.compiler.is_compiling() and not registry.is_known(name):
             accepted = ", ".join(["auto", *registry.names()])
             raise ValueError(f"{BACKEND_VARIABLE} must be one of {accepted}; got {name!r}")
         return name

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.metadata import EntryPoint, entry_points
 
 from flash_rosetta.backend import Backend, Unsupported
 from flash_rosetta.problem import Problem
+from flash_rosetta.variants import SEPARATOR, variant_of
 
 ENTRY_POINT_GROUP = "flash_rosetta.backends"
 
@@ -59,19 +60,39 @@ def unregister(name: str) -> None:
 
 
 def names() -> list[str]:
-    """Every name that `get` takes, in alphabetical order; imports no backend."""
+    """The backends' names, in alphabetical order, their variants left out; imports no backend."""
     return sorted(_registered.keys() | _entry_points().keys())
 
 
-@lru_cache
-def get(name: str) -> Backend:
-    """The backend called `name`, imported now if it has not been.
+def is_known(name: str) -> bool:
+    """Whether `get` takes a name: a backend's, or its variant's, which imports the backend."""
+    if base_name(name) == name:
+        return name in names()
+    try:
+        get(name)
+    except ValueError:
+        return False
+    except Unsupported:
+        pass  # it is there, and says itself why it cannot be loaded
+    return True
 
-    Raises ValueError for a name that nobody registered, and Unsupported when the backend's package
-    cannot be loaded.
+
+def base_name(name: str) -> str:
+    """The backend that a name belongs to: "triton" for "triton" and for its "triton:skip"."""
+    return name if name in names() else name.partition(SEPARATOR)[0]
+
+
+@cache
+def get(name: str) -> Backend:
+    """The backend called `name`, imported now if it has not been, or its variant "NAME:VARIANT".
+
+    Raises ValueError for a name that nobody registered or a variant that there is not, and
+    Unsupported when the backend's package cannot be loaded.
     """
     if name in _registered:
         return _registered[name]
+    if (base := base_name(name)) != name:
+        return variant_of(get(base), name.removeprefix(base + SEPARATOR))
     entry_point = _entry_points().get(name)
     if entry_point is None:
         accepted = names() if name == "auto" else ["auto", *names()]
