@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Protocol, TypeVar
@@ -55,17 +55,22 @@ class Lab:
         """A new stopwatch for the device; keep it for as long as things are compared."""
         return timing.stopwatch(self.device)
 
-    def track(self, items: Iterable[Item], title: str) -> Iterator[Item]:
-        """The items one after another, with a bar; without a terminal, with a line at the end."""
-        todo = list(items)
+    def track(
+        self, items: Collection[Item] | Iterator[Item], title: str, total: int | None = None
+    ) -> Iterator[Item]:
+        """The items one after another, with a bar; without a terminal, with a line at the end.
+
+        `total` is how many they are, where they have no length.
+        """
+        count = len(items) if isinstance(items, Collection) else total
         start = time.perf_counter()
         if self.console.is_terminal:
             columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
             with Progress(*columns, TimeElapsedColumn(), console=self.console) as progress:
-                yield from progress.track(todo, description=title)
+                yield from progress.track(items, total=count, description=title)
         else:
-            yield from todo
-            self.say(f"{title}: {len(todo)} in {time.perf_counter() - start:.1f} s")
+            yield from items
+            self.say(f"{title}: {count} in {time.perf_counter() - start:.1f} s")
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
