@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flash_rosetta.backend import KernelReport
+from flash_rosetta.backend import Backend, KernelReport
 from flash_rosetta.kernels import DTYPES, refused_sizes, refused_target
 from flash_rosetta.problem import Problem
+from flash_rosetta.triton_impl import variants
 from flash_rosetta.triton_impl.backward import plan_backward
 from flash_rosetta.triton_impl.compile_only import compile_only
 from flash_rosetta.triton_impl.forward import plan_forward
 from flash_rosetta.triton_impl.interpreter import INTERPRETED, faults
+from flash_rosetta.variants import ForwardTileSize
 
 MAX_SEQLEN = 2**31 - 1024  # rows are counted in 32 bits, a tile past the last one included
 
@@ -51,6 +53,18 @@ class TritonBackend:
     def compile_only(self, problem: Problem) -> list[KernelReport]:
         return compile_only(problem)
 
+    def rung(self, name: str) -> Backend:
+        return variants.rung(self, name)
+
+    def tile_sizes(self, problem: Problem) -> list[ForwardTileSize]:
+        return variants.tile_sizes()
+
+    def with_tile(self, size: ForwardTileSize) -> Backend:
+        return variants.with_tile(self, size)
+
+    def shared_bytes(self, size: ForwardTileSize, problem: Problem) -> int:
+        return variants.shared_bytes(size, problem)
+
 
 def refusals(problem: Problem) -> list[str]:
     """Why the kernels of this folder cannot run `problem`: its target, dtype or sizes."""
@@ -68,3 +82,4 @@ def refusals(problem: Problem) -> list[str]:
 
 
 backend = TritonBackend()
+baseline = variants.rung(backend, "baseline", "triton_baseline")

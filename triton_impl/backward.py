@@ -68,10 +68,8 @@ def plan_backward(
 ) -> tuple[list[Launch], Tensor, Tensor, Tensor]:
     """The three launches that compute dq, dk and dv, and the tensors they will fill."""
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
-    sizes = problem.batch, problem.num_heads, _padded_rows(problem)
-    lse2 = q.new_empty(sizes, dtype=torch.float32)
-    delta = q.new_empty(sizes, dtype=torch.float32)
-    preprocess, dkdv_pass, dq_pass = _recipes(launch_key(problem, q, k, v, do, o, lse, dlse))
+    lse2, delta = new_stats(q, problem)
+    preprocess, dkdv_pass, dq_pass = recipes(launch_key(problem, q, k, v, do, o, lse, dlse))
     launches = [
         preprocess.launch(o, do, lse, lse if dlse is None else dlse, lse2, delta),
         dkdv_pass.launch(q, k, v, do, dk, dv, lse2, delta),
@@ -80,17 +78,24 @@ def plan_backward(
     return launches, dq, dk, dv
 
 
-def _padded_rows(problem: Problem) -> int:
+def new_stats(q: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+    """Where preprocess writes lse in base 2, and delta: [batch, num_heads, padded_rows] fp32."""
+    sizes = problem.batch, problem.num_heads, padded_rows_of(problem)
+    return q.new_empty(sizes, dtype=torch.float32), q.new_empty(sizes, dtype=torch.float32)
+
+
+def padded_rows_of(problem: Problem) -> int:
+    """Query rows of a head, rounded up to whole tiles of statistics."""
     return triton.cdiv(problem.seqlen_q, STATS_TILE) * STATS_TILE
 
 
 @lru_cache(maxsize=4096)
-def _recipes(key: LaunchKey) -> tuple[Recipe, Recipe, Recipe]:
+def recipes(key: LaunchKey) -> tuple[Recipe, Recipe, Recipe]:
     """Of preprocess, dk/dv and dq."""
     problem = key.problem
     q, k, v, do, o, lse, dlse = key.layouts
     dq, dkv = contiguous(*q.shape), contiguous(*k.shape)
-    padded_rows = _padded_rows(problem)
+    padded_rows = padded_rows_of(problem)
     width = padded_head_dim(problem.head_dim)
     tma = can_use_tma(problem, q, k, v, do)
     tiles = tiles_for(problem)

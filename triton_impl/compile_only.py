@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
@@ -22,12 +23,18 @@ from flash_rosetta.triton_impl.backward import plan_backward
 from flash_rosetta.triton_impl.forward import plan_forward
 
 
-def compile_only(problem: Problem) -> list[KernelReport]:
+def compile_only(
+    problem: Problem,
+    forward: Callable[..., Any] = plan_forward,
+    backward: Callable[..., Any] = plan_backward,
+) -> list[KernelReport]:
     """Every kernel that `problem` would launch, compiled for its target; nothing runs.
+
+    `forward` and `backward` plan the launches, as those of the kernels that ship do.
 
     Strides and alignment are those of contiguous tensors. Raises what Triton's compiler raises.
     """
-    launches = plan_without_memory(problem, plan_forward, plan_backward)
+    launches = plan_without_memory(problem, forward, backward)
     with _pretend_to_be(problem.target):
         return [_report(launch.compile(), problem.target) for launch in launches]
 

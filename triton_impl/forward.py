@@ -33,7 +33,7 @@ from torch import Tensor
 from flash_rosetta.layout import LaunchKey, contiguous, launch_key
 from flash_rosetta.problem import Problem
 from flash_rosetta.triton_impl.launch import Launch, Recipe, dot_precision
-from flash_rosetta.triton_impl.tiles import padded_head_dim, tiles_for
+from flash_rosetta.triton_impl.tiles import Tile, padded_head_dim, tiles_for
 from flash_rosetta.triton_impl.tiling import (
     can_use_tma,
     load_tile,
@@ -44,21 +44,24 @@ from flash_rosetta.triton_impl.tiling import (
 
 
 def plan_forward(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, tile: Tile | None = None
 ) -> tuple[Launch, Tensor, Tensor]:
-    """The launch that computes o and lse, and the tensors it will fill."""
+    """The launch that computes o and lse, and the tensors it will fill.
+
+    `tile` replaces the one that `tiles_for` would choose.
+    """
     o = torch.empty_like(q, memory_format=torch.contiguous_format)
     sizes = problem.batch, problem.num_heads, problem.seqlen_q
     lse = q.new_empty(sizes, dtype=torch.float32)
-    return _recipe(launch_key(problem, q, k, v)).launch(q, k, v, o, lse), o, lse
+    return _recipe(launch_key(problem, q, k, v), tile).launch(q, k, v, o, lse), o, lse
 
 
 @lru_cache(maxsize=4096)  # a small problem's time is mostly what the host does before it runs
-def _recipe(key: LaunchKey) -> Recipe:
+def _recipe(key: LaunchKey, tile: Tile | None) -> Recipe:
     problem = key.problem
     q, k, v = key.layouts
     o = contiguous(*q.shape)
-    tile = tiles_for(problem).forward
+    tile = tile or tiles_for(problem).forward
     width = padded_head_dim(problem.head_dim)
     tma = can_use_tma(problem, q, k, v)
     factor = abs(problem.scale) * math.log2(math.e)

@@ -47,6 +47,8 @@ def padded_head_dim(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
+BASELINE = Tile(16, 16, 1, 1)  # the first rung of the ladder: the least that a tensor core takes
+
 INTERPRETED = Tiles(
     # Tiny and unequal, so that tiny problems cross both boundaries.
     forward=Tile(32, 16, 4, 1, q_in_registers=True),
@@ -136,6 +138,41 @@ FP32 = {
     128: SMALLEST,
     256: SMALLEST,
 }
+
+
+# The rung "atomics" holds a visit's dQ beside dK and dV: few queries at a time, more warps.
+ATOMIC_BACKWARD = {
+    64: Tile(64, 64, 4, 2),
+    128: Tile(64, 64, 8, 2),
+    256: Tile(32, 64, 8, 1),
+}
+ATOMIC_INTERPRETED = Tile(16, 32, 4, 1)
+ATOMIC_SMALL = Tile(32, 32, 8, 1)
+
+
+def atomic_tile_for(problem: Problem) -> Tile:
+    """The tile of the rung "atomics" on the problem's target."""
+    if problem.target == "cpu":
+        return ATOMIC_INTERPRETED
+    if most_shared_bytes(problem.target) == SMALL_SHARED_BYTES:
+        return ATOMIC_SMALL
+    return ATOMIC_BACKWARD[max(padded_head_dim(problem.head_dim), min(ATOMIC_BACKWARD))]
+
+
+MOST_SHARED_BYTES = dict.fromkeys(("sm_90", "sm_100", "sm_103"), 227 << 10) | {"sm_80": 163 << 10}
+SMALL_SHARED_BYTES = 99 << 10
+"""Shared memory that one program may use, by target; the small one for those not listed."""
+
+
+def most_shared_bytes(target: str) -> int:
+    """What one program may use of shared memory on a target, in bytes."""
+    return MOST_SHARED_BYTES.get(target, SMALL_SHARED_BYTES)
+
+
+def forward_bytes(tile: Tile, problem: Problem) -> int:
+    """Shared memory of one program of the forward, in bytes: the formula above."""
+    rows = tile.tile_q + 2 * tile.num_stages * tile.tile_k
+    return rows * padded_head_dim(problem.head_dim) * problem.dtype.itemsize
 
 
 @lru_cache

@@ -1,0 +1,238 @@
+"""The variants of this folder's kernels: rungs of the ladder, and the forward with other tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+
+from flash_rosetta.backend import Backend, KernelReport
+from flash_rosetta.problem import Problem
+from flash_rosetta.triton_impl.atomic_backward import plan_atomic_backward
+from flash_rosetta.triton_impl.backward import plan_backward
+from flash_rosetta.triton_impl.compile_only import compile_only
+from flash_rosetta.triton_impl.forward import plan_forward
+from flash_rosetta.triton_impl.ladder import RUNGS, can_specialize, plan_rung
+from flash_rosetta.triton_impl.launch import Launch
+from flash_rosetta.triton_impl.tiles import Tile, forward_bytes, most_shared_bytes, tiles_for
+from flash_rosetta.triton_impl.tiling import can_use_tma
+from flash_rosetta.variants import RUNGS as LADDER
+from flash_rosetta.variants import SEPARATOR, ForwardTileSize
+
+Refusals = Callable[[Problem], list[str]]
+PlanForward = Callable[..., tuple[Launch, Tensor, Tensor]]
+
+VISITS_ALL = {
+    "test_nan_in_a_value_stays_out_of_earlier_tiles": "it visits every key tile, skipping none"
+}
+"""What the suite asks of kernels that skip key tiles, which rungs below skip do not."""
+
+
+class ForwardVariant:
+    """A backend with another forward kernel and no backward.
+
+    `refusals`: why the kernel cannot run a problem; `plan`: its launch.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        refusals: Refusals,
+        plan: PlanForward,
+        expected_failures: dict[str, str] | None = None,
+    ):
+        self.name = name
+        self.refusals = refusals
+        self.plan = plan
+        self.expected_failures = expected_failures or {}
+
+    def why_not(self, problem: Problem) -> list[str]:
+        reasons = self.refusals(problem)
+        if problem.needs_backward:
+            reasons.append("it has no backward: call it on tensors that need no gradient")
+        return reasons
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+        launch, o, lse = self.plan(q, k, v, problem)
+        launch.run()
+        return o, lse
+
+    def backward(
+        self,
+        do: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        problem: Problem,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        raise NotImplementedError(f"backend {self.name!r} has no backward, as its why_not says")
+
+    def compile_only(self, problem: Problem) -> list[KernelReport]:
+        return compile_only(problem, forward=self.plan)
+
+
+class BackwardVariant:
+    """A backend whose backward is a rung, and whose forward is the shipped one's.
+
+    `refusals`: why it cannot run a problem that needs gradients; `plan`: its launches, dq, dk, dv.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shipped: Backend,
+        refusals: Refusals,
+        plan: Callable[..., tuple[list[Launch], Tensor, Tensor, Tensor]],
+    ):
+        self.name = name
+        self.shipped = shipped
+        self.refusals = refusals
+        self.plan = plan
+
+    def why_not(self, problem: Problem) -> list[str]:
+        reasons = self.refusals(problem)
+        if not problem.needs_backward:
+            reasons.append("it is a backward: call it on tensors that need gradients")
+        return reasons
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+        return self.shipped.forward(q, k, v, problem)
+
+    def backward(
+        self,
+        do: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        problem: Problem,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        launches, dq, dk, dv = self.plan(do, dlse, q, k, v, o, lse, problem)
+        for launch in launches:
+            launch.run()
+        return dq, dk, dv
+
+    def compile_only(self, problem: Problem) -> list[KernelReport]:
+        return compile_only(problem, backward=self.plan)
+
+
+@lru_cache
+def rung(shipped: Backend, name: str, full_name: str | None = None) -> Backend:
+    """The backend of a rung, beside the one that ships, under "NAME:RUNG" or `full_name`.
+
+    Raises ValueError for no rung's name.
+    """
+    full_name = full_name or f"{shipped.name}{SEPARATOR}{name}"
+    if name in RUNGS:
+
+        def refusals(problem: Problem) -> list[str]:
+            reasons = shipped.why_not(problem)
+            if not reasons and RUNGS.index(name) >= RUNGS.index("tma"):
+                reasons = _refused_by_tma(problem)
+            if not reasons and name == "specialize":
+                reasons = list(can_specialize(problem.target))
+            return reasons
+
+        failures = VISITS_ALL if RUNGS.index(name) < RUNGS.index("skip") else None
+        return ForwardVariant(full_name, refusals, partial(plan_rung, rung=name), failures)
+    if name == "overlap":
+        return ForwardVariant(full_name, shipped.why_not, plan_forward)
+    if name == "second-pass":
+        return BackwardVariant(full_name, shipped, shipped.why_not, plan_backward)
+    if name == "atomics":
+        return BackwardVariant(
+            full_name,
+            shipped,
+            lambda problem: shipped.why_not(problem) + _refused_by_atomics(problem),
+            plan_atomic_backward,
+        )
+    names = ", ".join(each.name for each in LADDER)
+    raise ValueError(f"a rung must be one of {names}; got {name!r}")
+
+
+def tile_sizes() -> list[ForwardTileSize]:
+    """One or two warpgroups' rows, few keys to many, two or three tiles in flight."""
+    return [
+        ForwardTileSize(tile_q, tile_k, num_warps, num_stages)
+        for num_warps in (4, 8)
+        for num_stages in (2, 3)
+        for tile_q in (64, 128)
+        for tile_k in (32, 64, 128)
+    ]
+
+
+@lru_cache
+def with_tile(shipped: Backend, size: ForwardTileSize) -> Backend:
+    """The forward with tiles of another size. Raises ValueError for what is none of its."""
+    for name, value in (("tile_q", size.tile_q), ("tile_k", size.tile_k)):
+        if value < 16 or value & (value - 1):
+            raise ValueError(f"{name} must be a power of two, 16 at least; got {value} in {size}")
+    if size.num_warps not in (1, 2, 4, 8, 16):
+        raise ValueError(f"num_warps must be 1, 2, 4, 8 or 16; got {size.num_warps} in {size}")
+    if size.num_stages < 1:
+        raise ValueError(f"num_stages must be 1 at least; got {size.num_stages} in {size}")
+
+    def refusals(problem: Problem) -> list[str]:
+        reasons = shipped.why_not(problem)
+        if reasons or problem.target == "cpu":
+            return reasons
+        needed, most = shared_bytes(size, problem), most_shared_bytes(problem.target)
+        if needed > most:
+            reasons.append(
+                f"shared memory of {size} at head_dim {problem.head_dim} is {needed} bytes, and "
+                f"{problem.target} has {most}"
+            )
+        return reasons
+
+    name = f"{shipped.name}{SEPARATOR}{size}"
+
+    def plan(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Launch, Tensor, Tensor]:
+        return plan_forward(q, k, v, problem, _tile(size, problem))
+
+    return ForwardVariant(name, refusals, plan)
+
+
+def shared_bytes(size: ForwardTileSize, problem: Problem) -> int:
+    """Shared memory of one program of the forward, in bytes."""
+    return forward_bytes(_tile(size, problem), problem)
+
+
+def _tile(size: ForwardTileSize, problem: Problem) -> Tile:
+    """The shipped tile in all but its size."""
+    return replace(
+        tiles_for(problem).forward,
+        tile_q=size.tile_q,
+        tile_k=size.tile_k,
+        num_warps=size.num_warps,
+        num_stages=size.num_stages,
+    )
+
+
+def _refused_by_tma(problem: Problem) -> list[str]:
+    """Why the copy engine cannot serve a problem, whatever its tensors' strides."""
+    if can_use_tma(problem):
+        return []
+    row = problem.head_dim * problem.dtype.itemsize
+    if row % 16:
+        return [
+            f"rows of head_dim {problem.head_dim} take {row} bytes, and the copy engine moves "
+            "multiples of 16"
+        ]
+    return [f"target {problem.target} has no copy engine, which this rung is about"]
+
+
+def _refused_by_atomics(problem: Problem) -> list[str]:
+    reasons = []
+    if problem.dtype == torch.float32:
+        reasons.append("dtype torch.float32: the backward with atomics is for fp16 and bf16")
+    if problem.deterministic:
+        reasons.append("atomics add to dq in any order, and deterministic results are asked for")
+    return reasons
