@@ -6,13 +6,15 @@ import torch
 from tilelang.contrib.cc import get_cplus_compiler
 from torch import Tensor
 
-from flash_rosetta.backend import KernelReport
+from flash_rosetta.backend import Backend, KernelReport
 from flash_rosetta.kernels import MAX_HEAD_DIM, refused_sizes, refused_target
 from flash_rosetta.problem import Problem
+from flash_rosetta.tilelang_impl import variants
 from flash_rosetta.tilelang_impl.backward import plan_backward
 from flash_rosetta.tilelang_impl.compile_only import compile_only
 from flash_rosetta.tilelang_impl.forward import plan_forward
 from flash_rosetta.tilelang_impl.launch import find_nvcc
+from flash_rosetta.variants import ForwardTileSize
 
 MAX_SEQLEN = 2**30 - 256  # sums of two row numbers are counted in 32 bits
 SMALL_SHARED_MEMORY = ("sm_86", "sm_89", "sm_120", "sm_121")  # 99 KB a block
@@ -53,6 +55,18 @@ class TileLangBackend:
 
     def compile_only(self, problem: Problem) -> list[KernelReport]:
         return compile_only(problem)
+
+    def rung(self, name: str) -> Backend:
+        return variants.rung(self, name)
+
+    def tile_sizes(self, problem: Problem) -> list[ForwardTileSize]:
+        return variants.tile_sizes()
+
+    def with_tile(self, size: ForwardTileSize) -> Backend:
+        return variants.with_tile(self, size)
+
+    def shared_bytes(self, size: ForwardTileSize, problem: Problem) -> int:
+        return variants.shared_bytes(size, problem)
 
 
 def refusals(problem: Problem) -> list[str]:

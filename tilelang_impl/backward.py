@@ -78,9 +78,8 @@ def plan_backward(
 ) -> tuple[list[Launch], Tensor, Tensor, Tensor]:
     """The three launches that compute dq, dk and dv, and the tensors they will fill."""
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
-    padded_rows = -(-problem.seqlen_q // STATS_TILE) * STATS_TILE
-    stats = q.new_empty((problem.batch, problem.num_heads, 2, padded_rows), dtype=torch.float32)
-    preprocess, dkdv_pass, dq_pass = _recipes(launch_key(problem, q, k, v, do, o, lse, dlse))
+    stats = new_stats(q, problem)
+    preprocess, dkdv_pass, dq_pass = recipes(launch_key(problem, q, k, v, do, o, lse, dlse))
     launches = [
         preprocess.launch(o, do, lse, lse if dlse is None else dlse, stats),
         dkdv_pass.launch(q, k, v, do, stats, dk, dv),
@@ -89,8 +88,14 @@ def plan_backward(
     return launches, dq, dk, dv
 
 
+def new_stats(q: Tensor, problem: Problem) -> Tensor:
+    """Where preprocess writes lse in base 2 and delta: [batch, num_heads, 2, padded_rows] fp32."""
+    padded_rows = -(-problem.seqlen_q // STATS_TILE) * STATS_TILE
+    return q.new_empty((problem.batch, problem.num_heads, 2, padded_rows), dtype=torch.float32)
+
+
 @lru_cache(maxsize=4096)
-def _recipes(key: LaunchKey) -> tuple[Recipe, Recipe, Recipe]:
+def recipes(key: LaunchKey) -> tuple[Recipe, Recipe, Recipe]:
     """Of preprocess, dk/dv and dq."""
     problem = key.problem
     q, k, v, do, o, _, dlse = key.layouts
@@ -194,19 +199,6 @@ def dkdv_kernel(*, dtype: str, width: int, engine: Engine, tile: Tile, deferred:
     tile_q, tile_k, num_stages = tile.tile_q, tile.tile_k, tile.num_stages
     policy = policy_of(tile, engine)
 
-    @T.macro
-    def load_next(q, do, stats, q_tiles, do_tiles, stats_tiles, slot, filled, batch, first,
-                  head: T.Ref, row: T.Ref):  # fmt: skip
-        """Start to load the query tile at `head` and `row`, and move them to the one after it."""
-        load_tile(engine, q, batch, head, row, q_tiles, slot, filled)
-        load_tile(engine, do, batch, head, row, do_tiles, slot, filled)
-        load_stats(engine, stats, batch, head, row, stats_tiles, slot, filled)
-        filling(engine, filled, slot)
-        row = row + tile_q
-        if row >= seqlen_q:
-            row = first
-            head = head + 1
-
     @T.prim_func
     def dkdv(
         q: strided("q", q_shape, dtype, engine),
@@ -261,8 +253,8 @@ def dkdv_kernel(*, dtype: str, width: int, engine: Engine, tile: Tile, deferred:
             filling(engine, filled_kv, 0)
             for early in T.unroll(num_stages):
                 if early < num_visits:
-                    load_next(q, do, stats, q_tiles, do_tiles, stats_tiles, early, filled, batch,
-                              first, next_head, next_row)  # fmt: skip
+                    load_next(engine, q, do, stats, q_tiles, do_tiles, stats_tiles, early, filled,
+                              batch, first, next_head, next_row)  # fmt: skip
             T.clear(dk_acc)
             T.clear(dv_acc)
             await_tiles(engine, filled_kv, 0, 0)
@@ -281,7 +273,7 @@ def dkdv_kernel(*, dtype: str, width: int, engine: Engine, tile: Tile, deferred:
                     # The products of the visit before are done too, and their slot is free.
                     if visit > 0 and visit - 1 + num_stages < num_visits:
                         T.sync_threads(1, engine.threads)
-                        load_next(q, do, stats, q_tiles, do_tiles, stats_tiles,
+                        load_next(engine, q, do, stats, q_tiles, do_tiles, stats_tiles,
                                   (visit - 1) % num_stages, filled, batch, first,
                                   next_head, next_row)  # fmt: skip
                 # Rows of the tile past seqlen_k hold nonsense, which no product mixes into others.
@@ -312,8 +304,8 @@ def dkdv_kernel(*, dtype: str, width: int, engine: Engine, tile: Tile, deferred:
                     await_products(engine, 0, dk_acc)
                     T.sync_threads(1, engine.threads)
                     if visit + num_stages < num_visits:
-                        load_next(q, do, stats, q_tiles, do_tiles, stats_tiles, slot, filled,
-                                  batch, first, next_head, next_row)  # fmt: skip
+                        load_next(engine, q, do, stats, q_tiles, do_tiles, stats_tiles, slot,
+                                  filled, batch, first, next_head, next_row)  # fmt: skip
             await_products(engine, 0, dv_acc)
             await_products(engine, 0, dk_acc)
             T.sync_threads(1, engine.threads)
@@ -480,6 +472,20 @@ def load_stats(engine, stats, batch, head, row, tiles, slot, filled):
     else:
         for i, j in T.Parallel(2, rows):
             tiles[slot, i, j] = stats[batch, head, i, row + j]
+
+
+@T.macro
+def load_next(engine, q, do, stats, q_tiles, do_tiles, stats_tiles, slot, filled, batch, first,
+              head: T.Ref, row: T.Ref):  # fmt: skip
+    """Start to load the query tile at `head` and `row`, and move them to the one after it."""
+    load_tile(engine, q, batch, head, row, q_tiles, slot, filled)
+    load_tile(engine, do, batch, head, row, do_tiles, slot, filled)
+    load_stats(engine, stats, batch, head, row, stats_tiles, slot, filled)
+    filling(engine, filled, slot)
+    row = row + q_tiles.shape[1]
+    if row >= q.shape[2]:
+        row = first
+        head = head + 1
 
 
 def owned_by(program, num_tiles, num_heads) -> tuple:

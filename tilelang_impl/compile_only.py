@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import tilelang
 from tilelang import tvm
@@ -16,17 +18,23 @@ from flash_rosetta.kernels import plan_without_memory
 from flash_rosetta.problem import Problem
 from flash_rosetta.tilelang_impl.backward import plan_backward
 from flash_rosetta.tilelang_impl.forward import plan_forward
-from flash_rosetta.tilelang_impl.launch import PASS_CONFIGS, Launch, cuda_target, find_nvcc
+from flash_rosetta.tilelang_impl.launch import Launch, cuda_target, find_nvcc
 
 
-def compile_only(problem: Problem) -> list[KernelReport]:
+def compile_only(
+    problem: Problem,
+    forward: Callable[..., Any] = plan_forward,
+    backward: Callable[..., Any] = plan_backward,
+) -> list[KernelReport]:
     """Every kernel that `problem` would launch, compiled for its target; nothing runs.
+
+    `forward` and `backward` plan the launches, as those of the kernels that ship do.
 
     Strides and alignment are those of contiguous tensors. TileLang alone lowers the kernels to CUDA
     C++; the rest takes nvcc and ptxas, and is left out where they are missing. Raises what the
     compilers raise.
     """
-    launches = plan_without_memory(problem, plan_forward, plan_backward)
+    launches = plan_without_memory(problem, forward, backward)
     report = _assemble if find_nvcc() else _source_alone
     return [report(*_lower(launch), problem.target) for launch in launches]
 
@@ -34,7 +42,7 @@ def compile_only(problem: Problem) -> list[KernelReport]:
 def _lower(launch: Launch) -> tuple[str, int, str]:
     """A kernel's name, the bytes of shared memory that its launch asks for, and its CUDA C++."""
     target = tvm.target.Target(cuda_target(launch.recipe.target))
-    configs = {key.value: value for key, value in PASS_CONFIGS.items()}
+    configs = {key.value: value for key, value in launch.recipe.configs}
     with tvm.transform.PassContext(config=configs), target:
         artifact = tilelang.lower(launch.recipe.kernel(**launch.recipe.options), target=target)
     ((variable, function),) = artifact.device_mod.functions.items()

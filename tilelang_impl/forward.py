@@ -27,6 +27,7 @@ What lives where
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -41,7 +42,12 @@ from flash_rosetta.kernels import exponent_scale, last_key_offset
 from flash_rosetta.layout import LaunchKey, contiguous, launch_key
 from flash_rosetta.problem import Problem
 from flash_rosetta.tilelang_impl.launch import Launch, Recipe
-from flash_rosetta.tilelang_impl.tiles import ForwardTile, padded_head_dim, tiles_for
+from flash_rosetta.tilelang_impl.tiles import (
+    PRODUCER_REGISTERS,
+    ForwardTile,
+    padded_head_dim,
+    tiles_for,
+)
 from flash_rosetta.tilelang_impl.tiling import (
     DTYPES,
     Engine,
@@ -61,9 +67,6 @@ ROWS = T.GemmWarpPolicy.FullRow
 
 SIZES = ("batch", "num_heads", "num_kv_heads", "seqlen_q", "seqlen_k", "head_dim")
 
-PRODUCER_REGISTERS = 24
-"""A thread of the producer's warpgroup keeps these and leaves the others to the consumers."""
-
 HUGE = 2.0**28
 """Base-2 scores beyond this need another factor: see `online_softmax`."""
 
@@ -72,45 +75,67 @@ SLACK = 8.0
 
 
 def plan_forward(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    problem: Problem,
+    recipe_of: Callable[[LaunchKey], Recipe] | None = None,
 ) -> tuple[Launch, Tensor, Tensor]:
-    """The launch that computes o and lse, and the tensors it will fill."""
+    """The launch that computes o and lse, and the tensors it will fill.
+
+    `recipe_of`: what gives the kernel, where it is not the one that ships.
+    """
     o = torch.empty_like(q, memory_format=torch.contiguous_format)
     sizes = problem.batch, problem.num_heads, problem.seqlen_q
     lse = q.new_empty(sizes, dtype=torch.float32)
-    return _recipe(launch_key(problem, q, k, v)).launch(q, k, v, o, lse), o, lse
+    recipe = (recipe_of or forward_recipe)(launch_key(problem, q, k, v))
+    return recipe.launch(q, k, v, o, lse), o, lse
 
 
 @lru_cache(maxsize=4096)  # a small problem's time is mostly what the host does before it runs
-def _recipe(key: LaunchKey) -> Recipe:
+def forward_recipe(key: LaunchKey, tile: ForwardTile | None = None) -> Recipe:
+    """The kernel that ships; `tile`: another than the one that ships with it."""
     problem = key.problem
-    q, k, v = key.layouts
-    o = contiguous(*q.shape)
-    tma = can_use_tma(problem, q, k, v)
-    tile = tiles_for(problem, tma).forward
-    num_tiles = -(-problem.seqlen_q // tile.tile_q)
-    total = num_tiles * problem.num_heads * problem.batch
-    scalars = (
-        *exponent_scale(problem),
-        last_key_offset(problem),
-        num_tiles,
-        problem.group_size,
-        total,
-    )
-    options = {
-        "dtype": DTYPES[problem.dtype],
-        "width": padded_head_dim(problem.head_dim),
-        "tile": tile,
-    }
-    operands = *(operand(t, tma) for t in (q, k, v, o)), as_is
+    tma = can_use_tma(problem, *key.layouts)
+    tile = tile or tiles_for(problem, tma).forward
+    options = forward_options(problem, tile)
+    operands = forward_operands(key, tma)
+    scalars = *exponent_scale(problem), *mask_and_grid(problem, tile)
     if not tma:
         options["parts"] = parts_of(problem)
         return Recipe(portable_kernel, key, operands, scalars, options)
     options["is_causal"] = problem.is_causal
-    programs = num_programs(
-        problem, tile.tile_q, tile.tile_k, tile.programs * multiprocessors(key.device)
-    )
+    programs = persistent_programs(key, tile)
     return Recipe(forward_kernel, key, operands, (*scalars, programs), options)
+
+
+def forward_options(problem: Problem, tile: ForwardTile) -> dict[str, Any]:
+    """What every forward kernel knows when it is compiled."""
+    return {
+        "dtype": DTYPES[problem.dtype],
+        "width": padded_head_dim(problem.head_dim),
+        "tile": tile,
+    }
+
+
+def forward_operands(key: LaunchKey, tma: bool) -> tuple[Callable[[Tensor], Tensor], ...]:
+    """What makes the arguments of q, k, v, o and lse."""
+    q, *_ = layouts = key.layouts
+    return *(operand(t, tma) for t in (*layouts, contiguous(*q.shape))), as_is
+
+
+def mask_and_grid(problem: Problem, tile: ForwardTile) -> tuple[int, int, int, int]:
+    """The arguments causal_offset, num_tiles, group_size and total, of which the last counts the
+    query tiles of all heads."""
+    num_tiles = -(-problem.seqlen_q // tile.tile_q)
+    total = num_tiles * problem.num_heads * problem.batch
+    return last_key_offset(problem), num_tiles, problem.group_size, total
+
+
+def persistent_programs(key: LaunchKey, tile: ForwardTile) -> int:
+    """How many programs share the query tiles."""
+    most = tile.programs * multiprocessors(key.device)
+    return num_programs(key.problem, tile.tile_q, tile.tile_k, most)
 
 
 @dataclass(frozen=True)
@@ -204,6 +229,76 @@ def register(value: Any = 0) -> Any:
     return T.alloc_var("int32", init=value)
 
 
+@T.macro
+def first_row(index, num_tiles, tile_q):
+    """The first row of a query tile.
+
+    Tiles of one head are neighbours, so that its keys and values stay in L2. In a causal problem
+    the last tile sees the most keys: it comes first.
+    """
+    return (num_tiles - 1 - T.truncmod(index, num_tiles)) * tile_q
+
+
+@T.macro
+def batch_and_head(index, num_tiles, num_heads):
+    batch_head = register(T.truncdiv(index, num_tiles))
+    return T.truncdiv(batch_head, num_heads), T.truncmod(batch_head, num_heads)
+
+
+@T.macro
+def index_of(round, program, programs):
+    """Every other round goes backwards, so that no program gets the longest tile of each."""
+    return round * programs + T.if_then_else(round % 2 == 0, program, programs - 1 - program)
+
+
+@T.macro
+def num_key_tiles(tile_q, tile_k, is_causal, q_start, seqlen_k, causal_offset):
+    end = seqlen_k
+    if is_causal:
+        end = T.max(T.min(seqlen_k, q_start + tile_q + causal_offset), 0)
+    return T.truncdiv(end + tile_k - 1, tile_k)
+
+
+@T.macro
+def fill_queries(queries, n, q, batch, head, q_start):
+    """Wait for the n-th query tile's place to be empty, and have it filled from a row on."""
+    groups, rows, width = queries.tiles.shape
+    T.barrier_wait(queries.empty[0], (n + 1) % 2)
+    for group in T.unroll(groups):
+        T.tma_copy(
+            q[batch, head, q_start + rows * group : q_start + rows * group + rows, 0:width],
+            queries.tiles[group, :, :],
+            barrier=queries.full[0],
+            leader_scope_threads=32,
+        )
+    T.barrier_arrive(queries.full[0])
+
+
+@T.macro
+def produce(
+    is_causal, q, k, v, queries, keys, values,
+    causal_offset, num_tiles, group_size, total, program, programs,
+):  # fmt: skip
+    """What the producer's warp does: it has all tiles loaded that a program works on, in order."""
+    tile_q = queries.tiles.shape[0] * queries.tiles.shape[1]
+    tile_k = keys.tiles.shape[1]
+    done = register()
+    for round in T.serial(T.truncdiv(total + programs - 1, programs)):
+        index = register(index_of(round, program, programs))
+        if index < total:
+            q_start = register(first_row(index, num_tiles, tile_q))
+            batch, head = batch_and_head(index, num_tiles, q.shape[1])
+            kv_head = register(T.truncdiv(head, group_size))
+            fill_queries(queries, round, q, batch, head, q_start)
+            n = num_key_tiles(tile_q, tile_k, is_causal, q_start, k.shape[2], causal_offset)
+            k_start = register((n - 1) * tile_k)
+            while k_start >= 0:
+                fill(keys, done, k, batch, kv_head, k_start)
+                fill(values, done, v, batch, kv_head, k_start)
+                done = done + 1
+                k_start = k_start - tile_k
+
+
 def forward_kernel(*, dtype: str, width: int, is_causal: bool, tile: ForwardTile) -> Any:
     """Hopper's kernel, for operands of 16 bits that the copy engine can move."""
     groups, tile_k = tile.warpgroups, tile.tile_k
@@ -213,60 +308,6 @@ def forward_kernel(*, dtype: str, width: int, is_causal: bool, tile: ForwardTile
     batch_size, num_heads, num_kv_heads, seqlen_q, seqlen_k, head_dim = map(T.dynamic, SIZES)
     q_shape = (batch_size, num_heads, seqlen_q, head_dim)
     k_shape = (batch_size, num_kv_heads, seqlen_k, head_dim)
-
-    @T.macro
-    def first_row(index, num_tiles):
-        """The first row of a query tile.
-
-        Tiles of one head are neighbours, so that its keys and values stay in L2. In a causal
-        problem the last tile sees the most keys: it comes first.
-        """
-        return (num_tiles - 1 - T.truncmod(index, num_tiles)) * tile_q
-
-    @T.macro
-    def batch_and_head(index, num_tiles):
-        batch_head = register(T.truncdiv(index, num_tiles))
-        return T.truncdiv(batch_head, num_heads), T.truncmod(batch_head, num_heads)
-
-    @T.macro
-    def index_of(round, program, programs):
-        """Every other round goes backwards, so that no program gets the longest tile of each."""
-        return round * programs + T.if_then_else(round % 2 == 0, program, programs - 1 - program)
-
-    @T.macro
-    def num_key_tiles(q_start, causal_offset):
-        end = seqlen_k
-        if is_causal:
-            end = T.max(T.min(seqlen_k, q_start + tile_q + causal_offset), 0)
-        return T.truncdiv(end + tile_k - 1, tile_k)
-
-    @T.macro
-    def produce(
-        q, k, v, queries, keys, values,
-        causal_offset, num_tiles, group_size, total, program, programs,
-    ):  # fmt: skip
-        done = register()
-        for round in T.serial(T.truncdiv(total + programs - 1, programs)):
-            index = register(index_of(round, program, programs))
-            if index < total:
-                q_start = register(first_row(index, num_tiles))
-                batch, head = batch_and_head(index, num_tiles)
-                kv_head = register(T.truncdiv(head, group_size))
-                T.barrier_wait(queries.empty[0], (round + 1) % 2)
-                for group in T.unroll(groups):
-                    T.tma_copy(
-                        q[batch, head, q_start + 64 * group : q_start + 64 * group + 64, 0:width],
-                        queries.tiles[group, :, :],
-                        barrier=queries.full[0],
-                        leader_scope_threads=32,
-                    )
-                T.barrier_arrive(queries.full[0])
-                k_start = register((num_key_tiles(q_start, causal_offset) - 1) * tile_k)
-                while k_start >= 0:
-                    fill(keys, done, k, batch, kv_head, k_start)
-                    fill(values, done, v, batch, kv_head, k_start)
-                    done = done + 1
-                    k_start = k_start - tile_k
 
     @T.macro
     def consume(
@@ -288,8 +329,10 @@ def forward_kernel(*, dtype: str, width: int, is_causal: bool, tile: ForwardTile
         for round in T.serial(T.truncdiv(total + programs - 1, programs)):
             index = register(index_of(round, program, programs))
             if index < total:
-                q_start = register(first_row(index, num_tiles))
-                n = register(num_key_tiles(q_start, causal_offset))
+                q_start = register(first_row(index, num_tiles, tile_q))
+                n = register(
+                    num_key_tiles(tile_q, tile_k, is_causal, q_start, seqlen_k, causal_offset)
+                )
                 q_start = q_start + 64 * group
                 full = register(seqlen_k)
                 if is_causal:
@@ -377,7 +420,7 @@ def forward_kernel(*, dtype: str, width: int, is_causal: bool, tile: ForwardTile
                     done = done + 1
                 else:
                     T.barrier_arrive(queries.empty[0])
-                batch, head = batch_and_head(index, num_tiles)
+                batch, head = batch_and_head(index, num_tiles, num_heads)
                 finish(acc, row, lse, batch, head, q_start, factor, causal_offset)
                 T.tma_store_wait(0)  # until the copy engine has read the tile before
                 T.sync_threads(meet, 128)
@@ -406,8 +449,8 @@ def forward_kernel(*, dtype: str, width: int, is_causal: bool, tile: ForwardTile
         programs: T.int32,
     ):
         with T.Kernel(programs, threads=consumers + 128) as program:
-            if tile.programs > 1:
-                T.annotate_min_blocks_per_sm(tile.programs)
+            if tile.shares > 1:
+                T.annotate_min_blocks_per_sm(tile.shares)
             queries = Ring(
                 T.alloc_shared([groups, 64, width], dtype),
                 T.alloc_barrier([32]),
@@ -441,7 +484,7 @@ def forward_kernel(*, dtype: str, width: int, is_causal: bool, tile: ForwardTile
                 T.dec_max_nreg(PRODUCER_REGISTERS)
                 if thread < consumers + 32:
                     produce(
-                        q, k, v, queries, keys, values,
+                        is_causal, q, k, v, queries, keys, values,
                         causal_offset, num_tiles, group_size, total, program, programs,
                     )  # fmt: skip
 
@@ -449,14 +492,14 @@ def forward_kernel(*, dtype: str, width: int, is_causal: bool, tile: ForwardTile
 
 
 @T.macro
-def online_softmax(s, row, grown: T.Ref, factor, factor_huge):
+def online_softmax(s, row, grown: T.Ref, factor, factor_huge, slack=SLACK, exp=T.exp2):
     """s = P, and the row statistics follow; `grown` says whether the sums so far must be rescaled.
 
     The scale is folded into the exponent, one multiply-add a score, and exp2 replaces exp. `factor`
     is |scale| log2(e): for a negative scale Q was negated, so that a maximum stays one.
 
-    m follows the row maximum only in steps of SLACK or more, so that after the first tile the sums
-    are rarely rescaled: P stays below 2^SLACK, and any m gives the same P / l.
+    m follows the row maximum only in steps of `slack` or more, so that after the first tile the
+    sums are rarely rescaled: P stays below 2^slack, and any m gives the same P / l.
 
     The multiply-add rounds once where factor * m was rounded before. Exponents are off by up to
     half a unit in the last place of that for it, but all of a row by the same amount, which cancels
@@ -469,14 +512,14 @@ def online_softmax(s, row, grown: T.Ref, factor, factor_huge):
     T.reduce_max(s, m_tile, dim=1)
     grown = 0
     for i in T.Parallel(rows):
-        if (m_tile[i] - row.m[i]) * factor > SLACK:
+        if (m_tile[i] - row.m[i]) * factor > slack:
             grown = 1
     grown = T.any_sync(grown)
     if grown != 0:
         for i in T.Parallel(rows):
             row.alpha[i] = row.m[i]
             # Each row by itself, though all of a warp come here: what other rows see must not show.
-            row.m[i] = T.if_then_else((m_tile[i] - row.m[i]) * factor > SLACK, m_tile[i], row.m[i])
+            row.m[i] = T.if_then_else((m_tile[i] - row.m[i]) * factor > slack, m_tile[i], row.m[i])
             row.factor[i] = T.if_then_else(
                 T.abs(row.m[i]) * factor > HUGE, T.min(power_near(row.m[i]), factor_huge), factor
             )
@@ -486,12 +529,12 @@ def online_softmax(s, row, grown: T.Ref, factor, factor_huge):
             row.alpha[i] = T.if_then_else(
                 row.alpha[i] == row.m[i],
                 1.0,
-                T.exp2(T.fma(row.alpha[i], row.factor[i], row.shift[i])),
+                exp(T.fma(row.alpha[i], row.factor[i], row.shift[i])),
             )
         for i, j in T.Parallel(rows, 8):
             row.l[i, j] = row.l[i, j] * row.alpha[i]
     for i, j in T.Parallel(rows, tile_k):
-        s[i, j] = T.exp2(T.fma(s[i, j], row.factor[i], row.shift[i]))
+        s[i, j] = exp(T.fma(s[i, j], row.factor[i], row.shift[i]))
     # A tensor core leaves columns j, j + 8, j + 16, ... of a row to one thread, so that these
     # partial sums need no exchange between threads; they are added once, after the loop.
     for start in T.unroll(tile_k // 8):

@@ -20,15 +20,17 @@ _compiling = threading.Lock()
 
 logging.getLogger("tilelang").setLevel(logging.WARNING)  # else a line for each compilation
 
-PASS_CONFIGS = {
+Configs = tuple[tuple[PassConfigKey, bool], ...]
+
+PASS_CONFIGS: Configs = (
     # exp2 becomes one instruction. Division becomes approximate as well, to an error near fp32's.
-    PassConfigKey.TL_ENABLE_FAST_MATH: True,
+    (PassConfigKey.TL_ENABLE_FAST_MATH, True),
     # The kernels say themselves who loads, who waits, where threads meet and where a tensor ends.
     # What the compiler would add frees slots that products still read, or only costs time.
-    PassConfigKey.TL_DISABLE_WARP_SPECIALIZED: True,
-    PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,
-    PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS: True,
-}
+    (PassConfigKey.TL_DISABLE_WARP_SPECIALIZED, True),
+    (PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC, True),
+    (PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS, True),
+)
 
 
 class Recipe:
@@ -40,6 +42,7 @@ class Recipe:
         operands: for each tensor the kernel takes first, what makes its argument.
         scalars: the arguments that follow the tensors.
         options: what is known when the kernel is compiled; sizes and strides are not.
+        configs: what TileLang's passes are told.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class Recipe:
         operands: Sequence[Callable[[Tensor], Tensor]],
         scalars: tuple,
         options: dict[str, Any],
+        configs: Configs = PASS_CONFIGS,
     ):
         self.kernel = kernel
         self.target = key.problem.target
@@ -56,6 +60,7 @@ class Recipe:
         self.operands = operands
         self.scalars = scalars
         self.options = options
+        self.configs = configs
         self.enqueue: Callable[..., object] | None = None
 
     def launch(self, *tensors: Tensor) -> Launch:
@@ -75,13 +80,17 @@ class Launch(NamedTuple):
         recipe = self.recipe
         if recipe.enqueue is None:
             with _compiling:  # else threads that start together would each compile the same
-                recipe.enqueue = compiled(recipe.kernel, recipe.target, **recipe.options)
+                recipe.enqueue = compiled(
+                    recipe.kernel, recipe.target, recipe.configs, **recipe.options
+                )
         bind_context(recipe.device)
         recipe.enqueue(*self.args)
 
 
 @lru_cache(maxsize=1024)
-def compiled(kernel: Callable[..., Any], target: str, **options: Any) -> Callable[..., object]:
+def compiled(
+    kernel: Callable[..., Any], target: str, configs: Configs, **options: Any
+) -> Callable[..., object]:
     """A kernel's code for a card: from TileLang's cache on disk, or compiled, which takes seconds.
 
     One compilation serves all sizes and strides.
@@ -89,7 +98,7 @@ def compiled(kernel: Callable[..., Any], target: str, **options: Any) -> Callabl
     program = tilelang.compile(
         kernel(**options),
         target=cuda_target(target),
-        pass_configs=PASS_CONFIGS,
+        pass_configs=dict(configs),
         execution_backend="tvm_ffi",
     )
     executable = program.adapter.get_exportable_executable()

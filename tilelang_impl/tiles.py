@@ -5,6 +5,7 @@ Shared memory of a program, in bytes, for operands of `itemsize` bytes and head_
     forward (tile_q + 2 num_stages tile_k) D itemsize, and tile_q D itemsize for O on Hopper
     dk/dv (2 tile_k + 2 num_stages tile_q) D itemsize
     dq (2 tile_q + 2 num_stages tile_k) D itemsize
+    in one pass as dk/dv, and tile_q tile_k itemsize for dS
 and tile_q tile_k itemsize more for each of P and dS that does not stay in registers. A program may
 use 227 KB on sm_90 and sm_100, 163 KB on sm_80, 99 KB on sm_86, sm_89 and sm_120.
 """
@@ -16,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from flash_rosetta.problem import Problem
+from flash_rosetta.variants import ForwardTileSize
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,15 @@ class ForwardTile:
     @property
     def warpgroups(self) -> int:
         return self.tile_q // 64
+
+    @property
+    def shares(self) -> int:
+        """Programs that the compiler shares a multiprocessor's registers among.
+
+        Two of one warpgroup at least: one alone would start with more for each thread than it can
+        ask for later.
+        """
+        return max(self.programs, 2 if self.warpgroups == 1 else 1)
 
 
 @dataclass(frozen=True)
@@ -105,6 +116,15 @@ HOPPER = {
 LONG_FORWARD = {64: ForwardTile(192, 128, num_stages=3, registers=160, take_turns=True)}  # 144 KB
 LONG = 2048
 
+# The backward in one pass that adds dQ to memory. On Hopper 128 keys a program, for half the
+# additions of 64, as two warpgroups of 64 each.
+HOPPER_ATOMIC = {
+    64: Tile(128, 128, 256, num_stages=2),  # 130 KB
+    128: Tile(64, 128, 256, num_stages=2),  # 145 KB
+    # Four warpgroups that share each product's columns: dK, dV and dQ of 64 rows fill two.
+    256: Tile(64, 64, 512, num_stages=2, in_registers=False),  # 209 KB
+}
+
 # Everything else: other cards, and on Hopper strides that the copy engine cannot take. Compiled
 # without spills within the 99 KB of sm_89. Not measured.
 PORTABLE = {
@@ -123,6 +143,21 @@ PORTABLE = {
         dkdv=Tile(32, 32, 256, in_registers=False),
         dq=Tile(32, 32, 256, in_registers=False),
     ),
+}
+
+PORTABLE_ATOMIC = {
+    64: Tile(32, 64, 128),  # 29 KB
+    128: Tile(32, 64, 256, in_registers=False),  # 57 KB
+    256: Tile(32, 32, 256, in_registers=False),  # 68 KB
+}
+
+# The ladder's rungs below Hopper's kernels. Their time goes into copies by threads, two bytes at a
+# time: of the sizes that fit 99 KB and do not spill, the one that loads a key for the most rows.
+BASELINE_FORWARD = ForwardTile(16, 16)
+LADDER_FORWARD = {
+    64: ForwardTile(128, 64),  # 32 KB
+    128: ForwardTile(128, 64),  # 64 KB
+    256: ForwardTile(128, 16),  # 80 KB
 }
 
 # fp32 operands are twice as wide, and what a product leaves in registers is not what the next one
@@ -164,6 +199,11 @@ FP32 = {
 }
 
 
+def atomic_tile_for(problem: Problem, hopper: bool) -> Tile:
+    """The tile of the backward in one pass; `hopper` as in `tiles_for`. Not for fp32."""
+    return (HOPPER_ATOMIC if hopper else PORTABLE_ATOMIC)[padded_head_dim(problem.head_dim)]
+
+
 def tiles_for(problem: Problem, hopper: bool) -> Tiles:
     """The tiles that run `problem`; `hopper`: with the copy engine and warpgroup products."""
     width = padded_head_dim(problem.head_dim)
@@ -175,3 +215,69 @@ def tiles_for(problem: Problem, hopper: bool) -> Tiles:
     if problem.dtype != torch.float32:
         return PORTABLE[width]
     return (TF32 if problem.allow_tf32 else FP32)[width]
+
+
+# What a multiprocessor of Hopper has, and what of it the system takes from each program.
+HOPPER_REGISTERS = 65536
+HOPPER_SHARED_BYTES = 228 * 1024
+RESERVED_BYTES = 1024
+MOST_SHARED_BYTES = HOPPER_SHARED_BYTES - RESERVED_BYTES
+
+PRODUCER_REGISTERS = 24
+"""A thread of the producer's warpgroup keeps these and leaves the others to the consumers."""
+
+MOST_REGISTERS = 240
+"""For a thread of a consumer."""
+
+
+def hopper_tile(size: ForwardTileSize, width: int, is_causal: bool) -> ForwardTile:
+    """The tile of Hopper's forward that has a given size; gives those that ship for their sizes.
+
+    As many programs a multiprocessor as its shared memory and its registers hold, one at least.
+    """
+    tile = ForwardTile(size.tile_q, size.tile_k, size.num_stages, take_turns=size.tile_q == 192)
+    most = HOPPER_SHARED_BYTES // (hopper_forward_bytes(tile, width) + RESERVED_BYTES)
+    for programs in range(most, 1, -1):
+        shared = replace(tile, programs=programs)
+        demands = register_demands(shared, width, is_causal)
+        if all(needed <= there for _, needed, there in demands):
+            return replace(shared, registers=consumer_registers(shared))
+    return replace(tile, registers=consumer_registers(tile))
+
+
+def hopper_forward_bytes(tile: ForwardTile, width: int) -> int:
+    """Shared memory of a program of Hopper's forward: its tiles, and its barriers before them."""
+    barriers = 1024  # a few of 8 bytes, after which the tiles start at a multiple of this
+    return 2 * (tile.tile_q + tile.num_stages * tile.tile_k) * width * 2 + barriers
+
+
+def register_demands(
+    tile: ForwardTile, width: int, is_causal: bool
+) -> tuple[tuple[str, int, int], ...]:
+    """What takes registers of a consumer's thread in Hopper's forward: how many, and of how many.
+
+    The assembler compiles no product whose registers, with some for addresses, a thread does not
+    have when it starts. Beside the last figure stands what a loop took without spilling.
+    """
+    product = max(width, tile.tile_k) // 2 + 30
+    loop = tile.tile_k // 2 + tile.tile_k // 4 + width // 2 + (40 if is_causal else 32)
+    return (
+        ("operands of a product", product, starting_registers(tile)),
+        ("S, P and O", loop, consumer_registers(tile)),
+    )
+
+
+def starting_registers(tile: ForwardTile) -> int:
+    """Registers that each thread of a program starts with, in eights."""
+    threads = 128 * (tile.warpgroups + 1)
+    return min(HOPPER_REGISTERS // (threads * tile.shares), 255) // 8 * 8
+
+
+def consumer_registers(tile: ForwardTile) -> int:
+    """Registers that there are for a consumer's thread, when the producer has given back its own.
+
+    To ask for one that is not there means to wait for ever.
+    """
+    all_threads = 128 * (tile.warpgroups + 1) * starting_registers(tile)
+    left = all_threads - 128 * PRODUCER_REGISTERS
+    return min(left // (128 * tile.warpgroups) // 8 * 8, MOST_REGISTERS)

@@ -119,7 +119,9 @@ def _product_of(engine: Engine):
 
 
 @T.macro
-def multiply(engine, a, a_slot, b, b_slot, c, policy, transpose_b=False, clear=False):
+def multiply(
+    engine, a, a_slot, b, b_slot, c, policy, transpose_a=False, transpose_b=False, clear=False
+):
     """c += a b, or c = a b to `clear`; on Hopper it only starts, see `await_products`.
 
     a is a tile, or registers where `a_slot` is None.
@@ -130,6 +132,7 @@ def multiply(engine, a, a_slot, b, b_slot, c, policy, transpose_b=False, clear=F
                 a[2 * a_slot + x, :, :],
                 b[2 * b_slot + y, :, :],
                 c,
+                transpose_A=transpose_a,
                 transpose_B=transpose_b,
                 policy=policy,
                 clear_accum=clear and (x, y) == (1, 0),
@@ -139,6 +142,7 @@ def multiply(engine, a, a_slot, b, b_slot, c, policy, transpose_b=False, clear=F
             _slot_of(a, a_slot),
             b[b_slot, :, :],
             c,
+            transpose_A=transpose_a,
             transpose_B=transpose_b,
             policy=policy,
             clear_accum=clear,
