@@ -118,8 +118,8 @@ def explain(
     if name != "auto":
         registry.why_not(name, problem)  # an unknown name is an error, as in attention()
     tried = registry.auto_candidates(problem.target)
-    others = [other for other in registry.names() if other not in tried]
-    reasons = {other: registry.why_not(other, problem) for other in [*tried, *others]}
+    everybody = dict.fromkeys([*tried, *registry.names(), *([name] if name != "auto" else [])])
+    reasons = {other: registry.why_not(other, problem) for other in everybody}
     candidates = tried if name == "auto" else [name]
     chosen = next((candidate for candidate in candidates if not reasons[candidate]), None)
     return Explanation(problem, chosen, reasons)

@@ -33,7 +33,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_rosetta.backend import Unsupported
 from flash_rosetta.layout import LaunchKey, contiguous, launch_key
 from flash_rosetta.problem import Problem
 from flash_rosetta.triton_impl.compile_only import compile_only
@@ -83,13 +82,7 @@ def _recipe(key: LaunchKey, rung: str) -> Recipe:
     has = RUNGS[: RUNGS.index(rung) + 1]
     tile = tiles_for(problem).forward if "tiles" in has else BASELINE
     width = padded_head_dim(problem.head_dim)
-    tma = "tma" in has
-    if tma and not can_use_tma(problem, q, k, v):
-        reason = (
-            "the copy engine cannot move q, k and v: it takes rows of unit stride, other strides "
-            "that are multiples of 16 bytes, and memory aligned to 16"
-        )
-        raise Unsupported(f"triton:{rung}", [reason], problem)
+    tma = "tma" in has and can_use_tma(problem, q, k, v)  # else pointers, as in `forward.py`
     factor = abs(problem.scale) * math.log2(math.e)
     if factor < torch.finfo(torch.float32).tiny:
         factor = 0.0

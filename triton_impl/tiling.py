@@ -26,9 +26,12 @@ def can_use_tma(problem: Problem, *inputs: Layout) -> bool:
 
     The interpreter ("cpu") plays by the same rules.
     """
-    target = problem.target
-    has_one = target == "cpu" or (target.startswith("sm_") and int(target[3:]) >= 90)
-    return has_one and copy_engine.can_move(problem, *inputs)
+    return has_copy_engine(problem.target) and copy_engine.can_move(problem, *inputs)
+
+
+def has_copy_engine(target: str) -> bool:
+    """Whether Triton has descriptors for a target, of a card or of the interpreter."""
+    return target == "cpu" or (target.startswith("sm_") and int(target[3:]) >= 90)
 
 
 class _Descriptor(TensorDescriptor):

@@ -18,7 +18,7 @@ from flash_rosetta.triton_impl.forward import plan_forward
 from flash_rosetta.triton_impl.ladder import RUNGS, can_specialize, plan_rung
 from flash_rosetta.triton_impl.launch import Launch
 from flash_rosetta.triton_impl.tiles import Tile, forward_bytes, most_shared_bytes, tiles_for
-from flash_rosetta.triton_impl.tiling import can_use_tma
+from flash_rosetta.triton_impl.tiling import has_copy_engine
 from flash_rosetta.variants import RUNGS as LADDER
 from flash_rosetta.variants import SEPARATOR, ForwardTileSize
 
@@ -217,15 +217,8 @@ def _tile(size: ForwardTileSize, problem: Problem) -> Tile:
 
 
 def _refused_by_tma(problem: Problem) -> list[str]:
-    """Why the copy engine cannot serve a problem, whatever its tensors' strides."""
-    if can_use_tma(problem):
+    if has_copy_engine(problem.target):
         return []
-    row = problem.head_dim * problem.dtype.itemsize
-    if row % 16:
-        return [
-            f"rows of head_dim {problem.head_dim} take {row} bytes, and the copy engine moves "
-            "multiples of 16"
-        ]
     return [f"target {problem.target} has no copy engine, which this rung is about"]
 
 
