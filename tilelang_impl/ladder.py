@@ -6,7 +6,7 @@ rung has all that the rungs below it have:
     baseline    16 x 16 tiles, one warp; all key tiles visited and masked; the scores are multiplied
                 by the scale and exponentiated with exp; P V with P in two halves, P rounded and
                 what the rounding left, since a tensor core takes P only as narrow as V
-    tiles       128 x 64 tiles, 8 warps
+    tiles       128 x 64 tiles, 8 warps, and the next key and value tile on its way (cp.async)
     skip        key tiles that no row sees are not visited
     mask        only tiles that some row does not see whole are masked
     exp2        the scale folded into exp2, a multiply-add a score
@@ -30,6 +30,7 @@ import torch
 from tilelang import PassConfigKey
 from tilelang.layout import make_swizzled_layout
 
+from flash_rosetta.copy_engine import can_move
 from flash_rosetta.kernels import exponent_scale
 from flash_rosetta.layout import LaunchKey
 from flash_rosetta.problem import Problem
@@ -82,6 +83,10 @@ NO_WARPGROUPS = (*PASS_CONFIGS, (PassConfigKey.TL_DISABLE_WGMMA, True))
 LOG2_E = math.log2(math.e)
 
 
+VECTOR = 8
+"""Operands of 16 bits that a thread copies at once."""
+
+
 @lru_cache(maxsize=4096)
 def rung_recipe(key: LaunchKey, rung: str) -> Recipe:
     """The kernel of a rung; one of HOPPER_RUNGS takes what the copy engine can move."""
@@ -110,7 +115,12 @@ def rung_recipe(key: LaunchKey, rung: str) -> Recipe:
         key,
         forward_operands(key, tma=False),
         (*scales, *mask_and_grid(problem, tile)),
-        {**forward_options(problem, tile), "parts": parts_of(problem), "has": has},
+        {
+            **forward_options(problem, tile),
+            "parts": parts_of(problem),
+            "has": has,
+            "vectors": problem.dtype.itemsize == 2 and can_move(problem, *key.layouts),
+        },
         NO_WARPGROUPS,
     )
 
@@ -124,10 +134,15 @@ def tile_of(problem: Problem, rung: str) -> ForwardTile:
     return LADDER_FORWARD[padded_head_dim(problem.head_dim)]
 
 
-def rung_kernel(*, dtype: str, width: int, tile: ForwardTile, parts: int, has: frozenset) -> Any:
-    """A rung up to cast, which `has` its own name and those of the rungs below it."""
+def rung_kernel(
+    *, dtype: str, width: int, tile: ForwardTile, parts: int, has: frozenset, vectors: bool
+) -> Any:
+    """A rung up to cast, which `has` its own name and those of the rungs below it.
+
+    `vectors`: rows can be copied 16 bytes at a time, while the threads go on (cp.async).
+    """
     skip, mask_ends, exp2, cast = (name in has for name in ("skip", "mask", "exp2", "cast"))
-    tile_q, tile_k = tile.tile_q, tile.tile_k
+    tile_q, tile_k, slots = tile.tile_q, tile.tile_k, tile.num_stages
     engine = Engine(hopper=False, threads=2 * tile_q, parts=parts)  # a warp for each 16 rows
     in_registers = dtype != FP32  # in fp32, P is not left where the next product takes it
     batch_size, num_heads, num_kv_heads, seqlen_q, seqlen_k, head_dim = map(T.dynamic, SIZES)
@@ -135,21 +150,39 @@ def rung_kernel(*, dtype: str, width: int, tile: ForwardTile, parts: int, has: f
     k_shape = (batch_size, num_kv_heads, seqlen_k, head_dim)
 
     @T.macro
-    def add_products(s, p, v_tile, acc):
+    def start_load(x, batch, head, row, tile, slot):
+        """Start to fill a slot with rows [row, row + rows) of one head of x."""
+        rows = tile.shape[1]
+        if vectors:
+            for n in T.unroll(rows * width // (VECTOR * engine.threads)):
+                element = (n * engine.threads + T.get_thread_binding()) * VECTOR
+                i = element // width
+                j = element % width
+                T.ptx_cp_async(
+                    T.access_ptr(tile[slot, i, j], "w", VECTOR),
+                    T.access_ptr(x[batch, head, row + i, j], "r", VECTOR),
+                    VECTOR,
+                    (row + i < x.shape[2]) & (j < x.shape[3]),  # else zeros
+                )
+        else:
+            load_tile(engine, x, batch, head, row, tile, slot, None)
+
+    @T.macro
+    def add_products(s, p, v_tiles, slot, acc):
         """O += P V."""
         if in_registers:
             T.copy(s, p)
-            multiply(engine, p, None, v_tile, 0, acc, ROWS)
+            multiply(engine, p, None, v_tiles, slot, acc, ROWS)
             if not cast:
                 for i, j in T.Parallel(tile_q, tile_k):
                     s[i, j] = s[i, j] - T.cast(p[i, j], FP32)
                 T.copy(s, p)
-                multiply(engine, p, None, v_tile, 0, acc, ROWS)
+                multiply(engine, p, None, v_tiles, slot, acc, ROWS)
         else:
             for i, j in T.Parallel(tile_q, tile_k):
                 put(engine, p, 0, i, j, s[i, j])
             T.sync_threads(1, engine.threads)
-            multiply(engine, p, 0, v_tile, 0, acc, ROWS)
+            multiply(engine, p, 0, v_tiles, slot, acc, ROWS)
 
     @T.prim_func
     def rung_forward(
@@ -168,8 +201,8 @@ def rung_kernel(*, dtype: str, width: int, tile: ForwardTile, parts: int, has: f
     ):
         with T.Kernel(total, threads=engine.threads) as program:
             q_tile = T.alloc_shared([parts, tile_q, width], dtype)
-            k_tile = T.alloc_shared([parts, tile_k, width], dtype)
-            v_tile = T.alloc_shared([parts, tile_k, width], dtype)
+            k_tiles = T.alloc_shared([parts * slots, tile_k, width], dtype)
+            v_tiles = T.alloc_shared([parts * slots, tile_k, width], dtype)
             s = T.alloc_fragment([tile_q, tile_k], FP32)
             if in_registers:
                 p = T.alloc_fragment([tile_q, tile_k], dtype)
@@ -186,16 +219,25 @@ def rung_kernel(*, dtype: str, width: int, tile: ForwardTile, parts: int, has: f
             full = register(T.min(seqlen_k, q_start + causal_offset + 1))
             end = register(seqlen_k)
             if skip:
-                end = T.min(seqlen_k, q_start + causal_offset + tile_q)
-            k_start = register()
+                end = T.max(T.min(seqlen_k, q_start + causal_offset + tile_q), 0)
             no_key_seen(row, acc, factor)
-            load_tile(engine, q, batch, head, q_start, q_tile, 0, None)
-            while k_start < end:
-                load_tile(engine, k, batch, kv_head, k_start, k_tile, 0, None)
-                load_tile(engine, v, batch, kv_head, k_start, v_tile, 0, None)
+            start_load(q, batch, head, q_start, q_tile, 0)
+            for early in T.unroll(slots - 1):
+                start_load(k, batch, kv_head, early * tile_k, k_tiles, early)
+                start_load(v, batch, kv_head, early * tile_k, v_tiles, early)
+                T.ptx_commit_group()
+            for t in T.serial(T.truncdiv(end + tile_k - 1, tile_k)):
+                k_start = t * tile_k
+                slot = t % slots
+                ahead = t + slots - 1
+                if ahead * tile_k < end:
+                    start_load(k, batch, kv_head, ahead * tile_k, k_tiles, ahead % slots)
+                    start_load(v, batch, kv_head, ahead * tile_k, v_tiles, ahead % slots)
+                T.ptx_commit_group()
+                T.ptx_wait_group(slots - 1)
                 T.sync_threads(1, engine.threads)
                 # (1) S = Q K^T, times the scale, or with exp2 times its sign
-                multiply(engine, q_tile, 0, k_tile, 0, s, ROWS, transpose_b=True, clear=True)
+                multiply(engine, q_tile, 0, k_tiles, slot, s, ROWS, transpose_b=True, clear=True)
                 if multiplier != 1.0:
                     for i, j in T.Parallel(tile_q, tile_k):
                         s[i, j] = s[i, j] * multiplier
@@ -210,9 +252,9 @@ def rung_kernel(*, dtype: str, width: int, tile: ForwardTile, parts: int, has: f
                     online_softmax(s, row, grown, factor, factor_huge, slack=0.0, exp=T.exp)
                 if grown != 0:
                     rescale(acc, row.alpha)
-                add_products(s, p, v_tile, acc)
+                add_products(s, p, v_tiles, slot, acc)
                 T.sync_threads(1, engine.threads)
-                k_start = k_start + tile_k
+            T.ptx_wait_group(0)  # what was loaded early where no key is seen
             if exp2:
                 finish(acc, row, lse, batch, head, q_start, factor, causal_offset)
             else:
