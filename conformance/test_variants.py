@@ -83,15 +83,16 @@ def pool():
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_triton_rungs_compile_to_what_they_are_about(head_dim, pool):
-    pytest.importorskip("triton")
+@pytest.mark.parametrize("name", ["triton", "cute"])
+def test_rungs_compile_to_what_they_are_about(name, head_dim, pool):
+    pytest.importorskip({"triton": "triton", "cute": "cutlass"}[name])
     sizes = {"batch": 1, "num_heads": 2, "seqlen_q": 256, "head_dim": head_dim, "is_causal": True}
     compiled = {}
     for rung in RUNGS:
         problem = Problem(**sizes, target="sm_90", needs_backward=rung.direction == "backward")
-        compiled[rung] = compile_kernels(pool, f"triton:{rung.name}", problem)
+        compiled[rung] = compile_kernels(pool, f"{name}:{rung.name}", problem)
     for rung, future in compiled.items():
-        if rung.name == "specialize":
+        if (name, rung.name) == ("triton", "specialize"):
             with pytest.raises(Unsupported, match="sm_90"):
                 future.result()
             continue
@@ -100,11 +101,20 @@ def test_triton_rungs_compile_to_what_they_are_about(head_dim, pool):
         for kernel in kernels:
             assert kernel.spill_bytes == 0, f"{rung.name}: {kernel.kernel} spills"
             assert kernel.shared_bytes <= 227 << 10
-            if "preprocess" in kernel.kernel or "round" in kernel.kernel:
-                continue
-            assert ("wgmma" in kernel.assembly) == (rung.name != "baseline")
-            moved = rung.direction == "backward" or rung.name in ("tma", "overlap")
-            assert ("cp.async.bulk.tensor" in kernel.assembly) == moved, rung.name
+            if any(part in kernel.kernel for part in ("process", "round")):
+                continue  # multiplies nothing
+            by_engine = rung.direction == "backward" or rung.name in (
+                "tma",
+                "specialize",
+                "overlap",
+            )
+            assert ("cp.async.bulk.tensor" in kernel.assembly) == by_engine, rung.name
+            by_warpgroup = rung.name != "baseline" if name == "triton" else by_engine
+            assert ("wgmma" in kernel.assembly) == by_warpgroup, rung.name
+            sets_registers = name == "cute" and rung.name in ("specialize", "overlap")
+            assert (
+                rung.direction == "backward" or ("setmaxnreg" in kernel.assembly) == sets_registers
+            )
 
 
 @pytest.mark.parametrize("text", ["64x64w4s2", "128x64w8s2", "64x32w4s3"])

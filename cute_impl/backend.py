@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flash_rosetta.backend import KernelReport
+from flash_rosetta.backend import Backend, KernelReport
+from flash_rosetta.cute_impl import variants
 from flash_rosetta.cute_impl.backward import plan_backward
 from flash_rosetta.cute_impl.compile_only import compile_only
 from flash_rosetta.cute_impl.forward import plan_forward, plan_portable_forward
@@ -12,6 +13,7 @@ from flash_rosetta.cute_impl.launch import can_compile_for, has_tvm_ffi
 from flash_rosetta.cute_impl.portable_backward import plan_portable_backward
 from flash_rosetta.kernels import refused_sizes, refused_target
 from flash_rosetta.problem import Problem
+from flash_rosetta.variants import ForwardTileSize
 
 MAX_SEQLEN = 2**30 - 256  # sums of two row numbers are counted in 32 bits
 
@@ -55,6 +57,22 @@ class CuteBackend:
         return compile_only(problem, self.plan_forward, self.plan_backward)
 
 
+class VariedCuteBackend(CuteBackend):
+    """The same, with the variants of its kernels."""
+
+    def rung(self, name: str) -> Backend:
+        return variants.rung(self, name)
+
+    def tile_sizes(self, problem: Problem) -> list[ForwardTileSize]:
+        return variants.tile_sizes()
+
+    def with_tile(self, size: ForwardTileSize) -> Backend:
+        return variants.with_tile(self, size)
+
+    def shared_bytes(self, size: ForwardTileSize, problem: Problem) -> int:
+        return variants.shared_bytes(size, problem)
+
+
 class CutePortableBackend(CuteBackend):
     """The kernels of every card, on Hopper as well: to be tested and raced there."""
 
@@ -77,5 +95,5 @@ def refusals(problem: Problem) -> list[str]:
     return reasons + refused_sizes(problem, MAX_SEQLEN)
 
 
-backend = CuteBackend()
+backend = VariedCuteBackend()
 portable_backend = CutePortableBackend()

@@ -14,20 +14,26 @@ from pathlib import Path
 from typing import Any
 
 from flash_rosetta.backend import KernelReport
+from flash_rosetta.cute_impl.backward import plan_backward
+from flash_rosetta.cute_impl.forward import plan_forward
 from flash_rosetta.cute_impl.launch import Recipe, build
 from flash_rosetta.kernels import plan_without_memory
 from flash_rosetta.problem import Problem
 
 
 def compile_only(
-    problem: Problem, plan_forward: Callable[..., Any], plan_backward: Callable[..., Any]
+    problem: Problem,
+    forward: Callable[..., Any] = plan_forward,
+    backward: Callable[..., Any] = plan_backward,
 ) -> list[KernelReport]:
     """Every kernel that the plans launch for `problem`, compiled for its target; nothing runs.
+
+    `forward` and `backward` plan the launches, as those of the kernels that ship do.
 
     Strides and alignment are those of contiguous tensors. The assembly is PTX, and SASS after it
     where some nvdisasm is found. Raises what the compilers raise.
     """
-    launches = plan_without_memory(problem, plan_forward, plan_backward)
+    launches = plan_without_memory(problem, forward, backward)
     return [report(launch.recipe) for launch in launches]
 
 

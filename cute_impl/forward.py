@@ -27,6 +27,7 @@ What lives where
     HBM: q, k, v read; o, lse written; never S or P
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import cuda.bindings.driver as cuda
@@ -81,36 +82,50 @@ def plan_forward(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem
 ) -> tuple[Launch, Tensor, Tensor]:
     """The launch that computes o and lse, and the tensors it will fill."""
-    o, lse = _outputs(q, problem)
-    return _recipe(launch_key(problem, q, k, v)).launch(q, k, v, o, lse), o, lse
+    return plan_with(_recipe, q, k, v, problem)
 
 
 def plan_portable_forward(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem
 ) -> tuple[Launch, Tensor, Tensor]:
     """The same, by the kernel of every card even where Hopper's could run."""
-    o, lse = _outputs(q, problem)
-    return portable_recipe(launch_key(problem, q, k, v)).launch(q, k, v, o, lse), o, lse
+    return plan_with(portable_recipe, q, k, v, problem)
 
 
-def _outputs(q: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+def plan_with(
+    recipe_of: Callable[[LaunchKey], Recipe], q: Tensor, k: Tensor, v: Tensor, problem: Problem
+) -> tuple[Launch, Tensor, Tensor]:
+    """The same, by the kernel of `recipe_of`."""
     o = torch.empty_like(q, memory_format=torch.contiguous_format)
     sizes = problem.batch, problem.num_heads, problem.seqlen_q
-    return o, q.new_empty(sizes, dtype=torch.float32)
+    lse = q.new_empty(sizes, dtype=torch.float32)
+    return recipe_of(launch_key(problem, q, k, v)).launch(q, k, v, o, lse), o, lse
 
 
 @lru_cache(maxsize=4096)  # a small problem's time is mostly what the host does before it runs
 def _recipe(key: LaunchKey) -> Recipe:
+    if not can_use_tma(key.problem, *key.layouts):
+        return portable_recipe(key)
+    return forward_recipe(key)
+
+
+def forward_recipe(
+    key: LaunchKey,
+    tile: ForwardTile | None = None,
+    kernel: "type[Forward] | None" = None,
+    is_persistent: bool = True,
+) -> Recipe:
+    """Hopper's kernel, or one that differs in tile and class; else a program takes one tile."""
     problem = key.problem
     q, k, v = key.layouts
-    if not can_use_tma(problem, q, k, v):
-        return portable_recipe(key)
-    tile = tiles_for(problem).forward
+    tile = tile or tiles_for(problem).forward
     num_tiles = -(-problem.seqlen_q // tile.tile_q)
     total = num_tiles * problem.num_heads * problem.batch
-    programs = num_programs(
-        problem, tile.tile_q, tile.tile_k, tile.programs * multiprocessors(key.device)
-    )
+    programs = total
+    if is_persistent:
+        programs = num_programs(
+            problem, tile.tile_q, tile.tile_k, tile.programs * multiprocessors(key.device)
+        )
     scalars = (
         *exponent_scale(problem),
         last_key_offset(problem),
@@ -126,7 +141,7 @@ def _recipe(key: LaunchKey) -> Recipe:
         "is_causal": problem.is_causal,
         "tile": tile,
     }
-    return Recipe(Forward, key, operands, scalars, options)
+    return Recipe(kernel or Forward, key, operands, scalars, options)
 
 
 class Turns(Fixed):
@@ -219,11 +234,16 @@ class Forward:
             factor, factor_huge, sign, causal_offset, num_tiles, group_size, total, programs,
         ).launch(
             grid=(programs, 1, 1),
-            block=(128 * (self.tile.warpgroups + 1), 1, 1),
+            block=(self.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=self.tile.programs,
             preferred_smem_carveout=100,  # else the driver is asked, which there need not be
         )  # fmt: skip
+
+    @property
+    def threads(self) -> int:
+        """Of the consumers' warpgroups and the producer's."""
+        return 128 * (self.tile.warpgroups + 1)
 
     def storage(self):
         tile = self.tile
@@ -288,10 +308,22 @@ class Forward:
                 for ring in (queries, keys, values):
                     ring.init(4 * groups)
             cute.arch.mbarrier_init_fence()
-        if warp == 4 * groups:
+        if warp == self.threads // 32 - 4:
             for move in (load_q, load_k, load_v, store_o):
                 cpasync.prefetch_descriptor(move)
         cute.arch.sync_threads()
+        self.work(
+            warp, load_q, q, load_k, k, load_v, v, queries, keys, values, o_tiles, store_o, o, lse,
+            factor, factor_huge, sign, group_size, turns,
+        )  # fmt: skip
+
+    @cute.jit
+    def work(
+        self, warp, load_q, q, load_k, k, load_v, v, queries, keys, values, o_tiles, store_o, o,
+        lse, factor, factor_huge, sign, group_size, turns,
+    ):  # fmt: skip
+        """What each warp does."""
+        groups = self.tile.warpgroups
         if warp >= 4 * groups:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 4 * groups:
@@ -299,7 +331,7 @@ class Forward:
                     load_q, q, load_k, k, load_v, v, queries, keys, values, group_size, turns
                 )
         else:
-            cute.arch.setmaxregister_increase(tile.registers)
+            cute.arch.setmaxregister_increase(self.tile.registers)
             self.consume(
                 warp // 4, queries, keys, values, o_tiles, store_o, o, lse,
                 factor, factor_huge, sign, turns,
@@ -440,25 +472,31 @@ class Forward:
                 else:
                     queries.release(round)
                 finish(acc, row, lse[batch, head, None], q_start, seqlen_k, causal_offset)
-                o_tile = o_tiles[None, None, group]
-                o_rounded = rounded(acc, self.dtype)
-                is_storing = thread < 32  # the warp that speaks to the copy engine
-                if is_storing:
-                    # until the copy engine has read the tile before
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
-                cute.arch.barrier(barrier_id=meet, number_of_threads=128)
-                put_tile(pv, thread, o_rounded, o_tile)
-                cute.arch.fence_view_async_shared()
-                cute.arch.barrier(barrier_id=meet, number_of_threads=128)
-                if is_storing:
-                    from_o, to_o = tiles_of(store_o, o_tile, o[None, None, head, batch])
-                    cute.copy(store_o, from_o, to_o[None, q_start // 64])
-                    cute.arch.cp_async_bulk_commit_group()
+                o_head = o[None, None, head, batch]
+                self.store(pv, acc, o_tiles[None, None, group], store_o, o_head, q_start, meet)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         if const_expr(tile.take_turns):
             if group == 0:
                 # a turn that nobody takes: each arrival is met
                 cute.arch.barrier(barrier_id=turn, number_of_threads=256)
+
+    @cute.jit
+    def store(self, pv: cutlass.Constexpr, acc, o_tile, store_o, o, q_start, meet):
+        """Have the copy engine write a warpgroup's rows of one head, which meets at `meet`."""
+        thread = cute.arch.thread_idx()[0] % 128
+        o_rounded = rounded(acc, self.dtype)
+        is_storing = thread < 32  # the warp that speaks to the copy engine
+        if is_storing:
+            # until the copy engine has read the tile before
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.barrier(barrier_id=meet, number_of_threads=128)
+        put_tile(pv, thread, o_rounded, o_tile)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=meet, number_of_threads=128)
+        if is_storing:
+            from_o, to_o = tiles_of(store_o, o_tile, o)
+            cute.copy(store_o, from_o, to_o[None, q_start // 64])
+            cute.arch.cp_async_bulk_commit_group()
 
     def product(self, b_major, columns: int, a_source) -> cute.TiledMma:
         """What multiplies the 64 rows of one warpgroup."""

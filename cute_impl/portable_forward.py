@@ -140,7 +140,7 @@ class PortableForward:
 
         # Each row sees keys [0, full), none sees a key past `end`.
         full = cutlass.min(seqlen_k, q_start + causal_offset + 1)
-        end = cutlass.max(cutlass.min(seqlen_k, q_start + causal_offset + tile_q), 0)
+        end = self.end_of_visits(seqlen_k, q_start, causal_offset)
         num_visits = cute.ceil_div(end, tile_k)
 
         memory = SmemAllocator()
@@ -150,7 +150,7 @@ class PortableForward:
         s = accumulator(engine, tile_q, tile_k)
         acc = accumulator(engine, tile_q, width)
         first_column = first_column_of(engine.row_thread())
-        row = RowStatistics(rows_of(engine, tile_q), first_column, factor, factor_huge)
+        row = self.statistics(rows_of(engine, tile_q), first_column, factor, factor_huge)
         no_key_seen(row, acc)
 
         # Loads are committed in the order K, V, K, V, ...: `num_stages` tiles of each are on their
@@ -188,18 +188,35 @@ class PortableForward:
                 load_tile(engine, k, ahead * tile_k, k_tiles, slot)
             cute.arch.cp_async_commit_group()
 
-            if sign != 1.0:
-                for i in range_constexpr(cute.size(s)):
-                    s[i] = s[i] * sign
-            if k_start + tile_k > full:
-                mask(s, row, q_start, k_start, seqlen_k, causal_offset)
-            grown = online_softmax(s, row)
-            if grown:
-                rescale(acc, row.alpha)
-            # O += P V
-            multiply_by_columns(engine, acc, as_operand(engine, s), v_tiles.columns(slot))
+            self.attend(
+                s, row, acc, v_tiles, slot, sign, full, q_start, k_start, seqlen_k, causal_offset
+            )
 
         finish(acc, row, lse, q_start, seqlen_k, causal_offset)
         cute.arch.cp_async_wait_group(0)  # of a query tile that sees no key
         cute.arch.sync_threads()
         store_tile(engine, o, q_start, acc, q_tile)
+
+    def statistics(self, *arguments) -> RowStatistics:
+        return RowStatistics(*arguments)
+
+    def end_of_visits(self, seqlen_k, q_start, causal_offset):
+        """No row of the query tile sees a key past this one."""
+        end = cutlass.min(seqlen_k, q_start + causal_offset + self.tile.tile_q)
+        return cutlass.max(end, 0)
+
+    @cute.jit
+    def attend(
+        self, s, row, acc, v_tiles, slot, sign, full, q_start, k_start, seqlen_k, causal_offset
+    ):
+        """What a visit makes of its scores: P, the row statistics, and acc."""
+        if sign != 1.0:
+            for i in range_constexpr(cute.size(s)):
+                s[i] = s[i] * sign
+        if k_start + self.tile.tile_k > full:
+            mask(s, row, q_start, k_start, seqlen_k, causal_offset)
+        grown = online_softmax(s, row)
+        if grown:
+            rescale(acc, row.alpha)
+        # O += P V
+        multiply_by_columns(self.engine, acc, as_operand(self.engine, s), v_tiles.columns(slot))

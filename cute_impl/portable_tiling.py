@@ -211,8 +211,9 @@ def load_tile(engine: cutlass.Constexpr, x: cute.Tensor, row, tiles: SharedTiles
     rows, width = tiles.rows, tiles.width
     to = tiles.elements(slot)
     if const_expr(engine.vector):
-        # Eight neighbouring threads take 128 bytes of a row. The rows of a thread are a multiple of
-        # 8 apart, so that all its places in the tile differ by numbers known when compiling.
+        # Eight neighbouring threads take 128 bytes of a row. From 64 threads on, the rows of each
+        # are a multiple of 8 apart, so that its places in the tile differ by numbers known when
+        # compiling.
         step = engine.threads // ROW_OF_CHUNKS
         first, j = thread // ROW_OF_CHUNKS, thread % ROW_OF_CHUNKS * engine.chunk
         place = to.iterator + to.layout((first, j))
@@ -223,8 +224,12 @@ def load_tile(engine: cutlass.Constexpr, x: cute.Tensor, row, tiles: SharedTiles
             in_row = bytes_left if row + n + first < num_rows else Int32(0)
             for block in range_constexpr(0, width, ROW_OF_CHUNKS * engine.chunk):
                 size = cutlass.min(cutlass.max(in_row - block * itemsize, 0), CHUNK_BYTES)
+                if const_expr(step % 8 == 0):
+                    target = place + to.layout((n, block))
+                else:
+                    target = to.iterator + to.layout((n + first, j + block))
                 primitives.cp_async_shared_global(
-                    place + to.layout((n, block)),
+                    target,
                     source + block,
                     CHUNK_BYTES,
                     LoadCacheModifier.CG,
@@ -273,7 +278,11 @@ def store_tile(engine: cutlass.Constexpr, x: cute.Tensor, row, acc: cute.Tensor,
         for n in range_constexpr(0, rows, step):
             for block in range_constexpr(0, width, ROW_OF_CHUNKS * engine.chunk):
                 if row + n + first < num_rows and j + block < num_columns:
-                    values = cute.make_tensor(aligned(place + tile.layout((n, block))), chunk)
+                    if const_expr(step % 8 == 0):
+                        source = place + tile.layout((n, block))
+                    else:
+                        source = tile.iterator + tile.layout((n + first, j + block))
+                    values = cute.make_tensor(aligned(source), chunk)
                     cute.make_tensor(aligned(target + block), chunk).store(values.load())
             target = target + step * x.stride[0]
     else:

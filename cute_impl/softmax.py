@@ -31,13 +31,26 @@ class RowStatistics(Fixed):
         first_column: of a tile, that this thread has. Four neighbours share each row.
         scale: |scale| log2(e), for a negative scale Q or S is negated.
         scale_huge: the next power of two.
+        exact_steps: m follows the row maximum at once, not in steps of SLACK.
+        natural: scores are multiplied by the scale already, and P = exp of them.
     """
 
-    def __init__(self, numbers: list, first_column: Int32, scale: Float32, scale_huge: Float32):
+    def __init__(
+        self,
+        numbers: list,
+        first_column: Int32,
+        scale: Float32,
+        scale_huge: Float32,
+        exact_steps: bool = False,
+        natural: bool = False,
+    ):
         self.numbers = numbers
         self.first_column = first_column
         self.scale = scale
         self.scale_huge = scale_huge
+        self.slack = 0.0 if exact_steps else SLACK
+        self.exp = exp if natural else exp2
+        self.to_base_2 = math.log2(math.e) if natural else scale
         self.m, self.factor, self.shift, self.alpha = (
             cute.make_rmem_tensor(len(numbers), Float32) for _ in range(4)
         )
@@ -94,11 +107,11 @@ def online_softmax(s: cute.Tensor, row: RowStatistics) -> Boolean:
             row.factor[r] = factor
             row.shift[r] = shift
             # The same m again gives one, which the exponential of its rounded product may not be.
-            row.alpha[r] = Float32(1.0) if m == before else exp2(before * factor + shift)
+            row.alpha[r] = Float32(1.0) if m == before else row.exp(before * factor + shift)
             for c in range_constexpr(2):
                 row.l[c, r] = row.l[c, r] * row.alpha[r]
     for r, j in in_order(s):
-        s[r, j] = exp2(s[r, j] * row.factor[r] + row.shift[r])
+        s[r, j] = row.exp(s[r, j] * row.factor[r] + row.shift[r])
     for r, j in in_order(s):
         row.l[j % 2, r] = row.l[j % 2, r] + s[r, j]
     return grown
@@ -106,7 +119,11 @@ def online_softmax(s: cute.Tensor, row: RowStatistics) -> Boolean:
 
 def follows(row: RowStatistics, r: int, m_tile: Float32) -> Boolean:
     """Whether m of a row follows the maximum of a tile."""
-    return (m_tile - row.m[r]) * row.scale > SLACK
+    return (m_tile - row.m[r]) * row.scale > row.slack
+
+
+def exp(x: Float32) -> Float32:
+    return cute.math.exp(x, fastmath=True)
 
 
 def exp2(x: Float32) -> Float32:
@@ -145,7 +162,7 @@ def finish(acc: cute.Tensor, row: RowStatistics, lse, q_start, seqlen_k, causal_
         i = q_start + row.numbers[r]
         l = cute.arch.warp_reduction_sum(row.l[0, r] + row.l[1, r], threads_in_group=4)
         if row.first_column == 0 and i < lse.shape[0]:
-            lse[i] = (row.m[r] * row.scale + cute.math.log2(l, fastmath=True)) * LN_2
+            lse[i] = (row.m[r] * row.to_base_2 + cute.math.log2(l, fastmath=True)) * LN_2
         # A row that sees no key has l = 0 and gets o = 0. A row whose seen scores are all -inf has
         # l = 0 as well, but must get NaN, as softmax gives.
         if cutlass.min(seqlen_k, i + causal_offset + 1) <= 0:

@@ -149,6 +149,24 @@ HOPPER = {
     ),
 }
 
+MOST_SHARED_BYTES = 227 * 1024
+"""Shared memory that one program may use on Hopper."""
+
+
+def forward_bytes(tile: ForwardTile, width: int) -> int:
+    """Shared memory of one program of Hopper's forward, in bytes: the formula above."""
+    rows = (tile.query_stages + 1) * tile.tile_q + 2 * tile.num_stages * tile.tile_k
+    return 2 * width * rows
+
+
+def forward_registers(tile: ForwardTile, width: int) -> int:
+    """What a consumer's thread of Hopper's forward needs: S, a P of half the size, O, and others.
+
+    32 others are what the tiles that ship leave beside these.
+    """
+    return tile.tile_k // 2 + tile.tile_k // 4 + width // 2 + 32
+
+
 # Three warpgroups that share their keys ask L2 for a third of the bytes. Their registers still hold
 # 128 keys of P and S beside an O of 64 columns. Short problems pay for the rows that 192 leave
 # over, and, when causal, for programs that differ more in length.
@@ -237,6 +255,15 @@ PORTABLE_FP32 = {
         dkdv=PortableTile(16, 32, warps=2, column_groups=2),  # 96 KB
         dq=PortableTile(32, 16, warps=2, column_groups=2),  # 96 KB
     ),
+}
+
+
+# The ladder's tiles below tma. What P's second half takes of the registers leaves fewer keys.
+BASELINE_FORWARD = PortableTile(16, 16, warps=1)
+LADDER_FORWARD = {
+    64: PortableTile(64, 64, num_stages=2, programs=2),  # 40 KB
+    128: PortableTile(64, 32, num_stages=2, programs=2),  # 48 KB
+    256: PortableTile(64, 32),  # 64 KB
 }
 
 

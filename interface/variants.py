@@ -8,10 +8,13 @@ any other, and runs only when it is named.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-from flash_rosetta.backend import Backend
+from torch import Tensor
+
+from flash_rosetta.backend import Backend, KernelReport
 from flash_rosetta.problem import Direction, Problem
 
 SEPARATOR = ":"
@@ -95,6 +98,120 @@ class Varied(Protocol):
     def shared_bytes(self, size: ForwardTileSize, problem: Problem) -> int:
         """Shared memory of one program of the forward, in bytes, by arithmetic alone."""
         ...
+
+
+Refusals = Callable[[Problem], list[str]]
+Plan = Callable[..., Any]
+Compile = Callable[..., list[KernelReport]]
+
+VISITS_ALL = {
+    "test_nan_in_a_value_stays_out_of_earlier_tiles": "it visits every key tile, skipping none"
+}
+"""`expected_failures` of rungs below skip: what the suite asks of kernels that skip key tiles."""
+
+LACKS_BACKWARD = "it has no backward: call it on tensors that need no gradient"
+IS_BACKWARD = "it is a backward: call it on tensors that need gradients"
+
+
+class ForwardVariant:
+    """A backend with another forward kernel and no backward.
+
+    Args:
+        refusals: why its kernel cannot run a problem.
+        plan: plan(q, k, v, problem) gives its launch, o and lse.
+        compile_only: the backend's own, which takes `forward=plan`.
+        expected_failures: see the suite.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        refusals: Refusals,
+        plan: Plan,
+        compile_only: Compile,
+        expected_failures: Mapping[str, str] | None = None,
+    ):
+        self.name = name
+        self.refusals = refusals
+        self.plan = plan
+        self.compiles = compile_only
+        self.expected_failures = dict(expected_failures or {})
+
+    def why_not(self, problem: Problem) -> list[str]:
+        return self.refusals(problem) + [LACKS_BACKWARD] * problem.needs_backward
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+        launch, o, lse = self.plan(q, k, v, problem)
+        launch.run()
+        return o, lse
+
+    def backward(
+        self,
+        do: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        problem: Problem,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        raise NotImplementedError(f"backend {self.name!r} has no backward, as its why_not says")
+
+    def compile_only(self, problem: Problem) -> list[KernelReport]:
+        return self.compiles(problem, forward=self.plan)
+
+
+class BackwardVariant:
+    """A backend whose backward is a rung, and whose forward is the shipped one's.
+
+    Args:
+        refusals: why it cannot run a problem that needs gradients.
+        plan: plan(do, dlse, q, k, v, o, lse, problem) gives its launches, dq, dk and dv.
+        compile_only: the backend's own, which takes `backward=plan`.
+    """
+
+    def __init__(
+        self, name: str, shipped: Backend, refusals: Refusals, plan: Plan, compile_only: Compile
+    ):
+        self.name = name
+        self.shipped = shipped
+        self.refusals = refusals
+        self.plan = plan
+        self.compiles = compile_only
+
+    def why_not(self, problem: Problem) -> list[str]:
+        return self.refusals(problem) + [IS_BACKWARD] * (not problem.needs_backward)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+        return self.shipped.forward(q, k, v, problem)
+
+    def backward(
+        self,
+        do: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        problem: Problem,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        launches, dq, dk, dv = self.plan(do, dlse, q, k, v, o, lse, problem)
+        for launch in launches:
+            launch.run()
+        return dq, dk, dv
+
+    def compile_only(self, problem: Problem) -> list[KernelReport]:
+        return self.compiles(problem, backward=self.plan)
+
+
+def check_rung(name: str) -> None:
+    """Raise ValueError for what is no rung's name."""
+    if name not in (rung.name for rung in RUNGS):
+        raise ValueError(
+            f"a rung must be one of {', '.join(rung.name for rung in RUNGS)}; got {name!r}"
+        )
 
 
 def variant_of(backend: Backend, variant: str) -> Backend:

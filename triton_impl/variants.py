@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
-from flash_rosetta.backend import Backend, KernelReport
+from flash_rosetta.backend import Backend
 from flash_rosetta.problem import Problem
 from flash_rosetta.triton_impl.atomic_backward import plan_atomic_backward
 from flash_rosetta.triton_impl.backward import plan_backward
@@ -19,109 +18,14 @@ from flash_rosetta.triton_impl.ladder import RUNGS, can_specialize, plan_rung
 from flash_rosetta.triton_impl.launch import Launch
 from flash_rosetta.triton_impl.tiles import Tile, forward_bytes, most_shared_bytes, tiles_for
 from flash_rosetta.triton_impl.tiling import has_copy_engine
-from flash_rosetta.variants import RUNGS as LADDER
-from flash_rosetta.variants import SEPARATOR, ForwardTileSize
-
-Refusals = Callable[[Problem], list[str]]
-PlanForward = Callable[..., tuple[Launch, Tensor, Tensor]]
-
-VISITS_ALL = {
-    "test_nan_in_a_value_stays_out_of_earlier_tiles": "it visits every key tile, skipping none"
-}
-"""What the suite asks of kernels that skip key tiles, which rungs below skip do not."""
-
-
-class ForwardVariant:
-    """A backend with another forward kernel and no backward.
-
-    `refusals`: why the kernel cannot run a problem; `plan`: its launch.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        refusals: Refusals,
-        plan: PlanForward,
-        expected_failures: dict[str, str] | None = None,
-    ):
-        self.name = name
-        self.refusals = refusals
-        self.plan = plan
-        self.expected_failures = expected_failures or {}
-
-    def why_not(self, problem: Problem) -> list[str]:
-        reasons = self.refusals(problem)
-        if problem.needs_backward:
-            reasons.append("it has no backward: call it on tensors that need no gradient")
-        return reasons
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-        launch, o, lse = self.plan(q, k, v, problem)
-        launch.run()
-        return o, lse
-
-    def backward(
-        self,
-        do: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        problem: Problem,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        raise NotImplementedError(f"backend {self.name!r} has no backward, as its why_not says")
-
-    def compile_only(self, problem: Problem) -> list[KernelReport]:
-        return compile_only(problem, forward=self.plan)
-
-
-class BackwardVariant:
-    """A backend whose backward is a rung, and whose forward is the shipped one's.
-
-    `refusals`: why it cannot run a problem that needs gradients; `plan`: its launches, dq, dk, dv.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        shipped: Backend,
-        refusals: Refusals,
-        plan: Callable[..., tuple[list[Launch], Tensor, Tensor, Tensor]],
-    ):
-        self.name = name
-        self.shipped = shipped
-        self.refusals = refusals
-        self.plan = plan
-
-    def why_not(self, problem: Problem) -> list[str]:
-        reasons = self.refusals(problem)
-        if not problem.needs_backward:
-            reasons.append("it is a backward: call it on tensors that need gradients")
-        return reasons
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-        return self.shipped.forward(q, k, v, problem)
-
-    def backward(
-        self,
-        do: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        problem: Problem,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        launches, dq, dk, dv = self.plan(do, dlse, q, k, v, o, lse, problem)
-        for launch in launches:
-            launch.run()
-        return dq, dk, dv
-
-    def compile_only(self, problem: Problem) -> list[KernelReport]:
-        return compile_only(problem, backward=self.plan)
+from flash_rosetta.variants import (
+    SEPARATOR,
+    VISITS_ALL,
+    BackwardVariant,
+    ForwardTileSize,
+    ForwardVariant,
+    check_rung,
+)
 
 
 @lru_cache
@@ -130,32 +34,27 @@ def rung(shipped: Backend, name: str, full_name: str | None = None) -> Backend:
 
     Raises ValueError for no rung's name.
     """
+    check_rung(name)
     full_name = full_name or f"{shipped.name}{SEPARATOR}{name}"
+
+    def refusals(problem: Problem) -> list[str]:
+        reasons = shipped.why_not(problem)
+        if name in ("tma", "specialize"):
+            reasons += _refused_by_tma(problem)
+        if name == "specialize" and not reasons:
+            reasons += can_specialize(problem.target)
+        if name == "atomics":
+            reasons += _refused_by_atomics(problem)
+        return reasons
+
     if name in RUNGS:
-
-        def refusals(problem: Problem) -> list[str]:
-            reasons = shipped.why_not(problem)
-            if not reasons and RUNGS.index(name) >= RUNGS.index("tma"):
-                reasons = _refused_by_tma(problem)
-            if not reasons and name == "specialize":
-                reasons = list(can_specialize(problem.target))
-            return reasons
-
+        plan = partial(plan_rung, rung=name)
         failures = VISITS_ALL if RUNGS.index(name) < RUNGS.index("skip") else None
-        return ForwardVariant(full_name, refusals, partial(plan_rung, rung=name), failures)
+        return ForwardVariant(full_name, refusals, plan, compile_only, failures)
     if name == "overlap":
-        return ForwardVariant(full_name, shipped.why_not, plan_forward)
-    if name == "second-pass":
-        return BackwardVariant(full_name, shipped, shipped.why_not, plan_backward)
-    if name == "atomics":
-        return BackwardVariant(
-            full_name,
-            shipped,
-            lambda problem: shipped.why_not(problem) + _refused_by_atomics(problem),
-            plan_atomic_backward,
-        )
-    names = ", ".join(each.name for each in LADDER)
-    raise ValueError(f"a rung must be one of {names}; got {name!r}")
+        return ForwardVariant(full_name, refusals, plan_forward, compile_only)
+    backward = plan_atomic_backward if name == "atomics" else plan_backward
+    return BackwardVariant(full_name, shipped, refusals, backward, compile_only)
 
 
 def tile_sizes() -> list[ForwardTileSize]:
@@ -197,7 +96,7 @@ def with_tile(shipped: Backend, size: ForwardTileSize) -> Backend:
     def plan(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Launch, Tensor, Tensor]:
         return plan_forward(q, k, v, problem, _tile(size, problem))
 
-    return ForwardVariant(name, refusals, plan)
+    return ForwardVariant(name, refusals, plan, compile_only)
 
 
 def shared_bytes(size: ForwardTileSize, problem: Problem) -> int:
