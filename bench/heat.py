@@ -87,7 +87,7 @@ def run_heat(
             outcome = outcomes[name]
             if _passes(judge, runs[name](), outcome):  # again: a stale buffer shows only now
                 outcome.seconds = [significant(s) for s in seconds]
-                outcome.info |= _figures(outcome.seconds, problem.flops(direction), device)
+                outcome.info |= figures(outcome.seconds, problem.flops(direction), device)
     return outcomes
 
 
@@ -141,7 +141,7 @@ def _passes(judge: Judge, outputs: Outputs, outcome: Outcome) -> bool:
     return not judgement.faults
 
 
-def _figures(seconds: list[float], flops: int, device: torch.device) -> dict[str, float | None]:
+def figures(seconds: list[float], flops: int, device: torch.device) -> dict[str, float | None]:
     """Milliseconds and TFLOP/s; none on a CPU, whose times say nothing about a GPU kernel."""
     if device.type == "cpu":
         return dict.fromkeys(("ms", "ms_q25", "ms_q75", "tflops"))
