@@ -103,6 +103,20 @@ def test_sizes_that_ship_give_the_tiles_that_ship(tiles):
             assert tiles.hopper_tile(size, width, is_causal=False) == tile
 
 
+def test_threads_of_a_rung_copy_whole_tiles(tiles):
+    """Eight elements each at a time: a loop over a tile's rows would leave some out in silence."""
+    for width, tile in [(64, tiles.BASELINE_FORWARD), *tiles.LADDER_FORWARD.items()]:
+        threads = 32 * tile.tile_q // tile.warp_rows
+        for rows in (tile.tile_q, tile.tile_k):
+            assert rows * width % (8 * threads) == 0, tile
+        bytes_taken = (tile.tile_q + 2 * tile.num_stages * tile.tile_k) * width * 2
+        assert bytes_taken <= 99 * 1024, tile
+    for width, tile in tiles.PORTABLE_ATOMIC.items():
+        for rows in (tile.tile_q, tile.tile_k):
+            assert rows * width % (8 * tile.threads) == 0, tile
+        assert 128 % tile.tile_q == 0, tile  # the padding of the row statistics
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_no_warpgroup_waits_for_registers_that_are_not_there(tilelang, tiles, head_dim, is_causal):

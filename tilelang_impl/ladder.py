@@ -6,7 +6,7 @@ rung has all that the rungs below it have:
     baseline    16 x 16 tiles, one warp; all key tiles visited and masked; the scores are multiplied
                 by the scale and exponentiated with exp; P V with P in two halves, P rounded and
                 what the rounding left, since a tensor core takes P only as narrow as V
-    tiles       128 x 64 tiles, 8 warps, and the next key and value tile on its way (cp.async)
+    tiles       128 query rows and 4 or 8 warps, with the next key and value tile on its way
     skip        key tiles that no row sees are not visited
     mask        only tiles that some row does not see whole are masked
     exp2        the scale folded into exp2, a multiply-add a score
@@ -143,7 +143,7 @@ def rung_kernel(
     """
     skip, mask_ends, exp2, cast = (name in has for name in ("skip", "mask", "exp2", "cast"))
     tile_q, tile_k, slots = tile.tile_q, tile.tile_k, tile.num_stages
-    engine = Engine(hopper=False, threads=2 * tile_q, parts=parts)  # a warp for each 16 rows
+    engine = Engine(hopper=False, threads=32 * tile_q // tile.warp_rows, parts=parts)
     in_registers = dtype != FP32  # in fp32, P is not left where the next product takes it
     batch_size, num_heads, num_kv_heads, seqlen_q, seqlen_k, head_dim = map(T.dynamic, SIZES)
     q_shape = (batch_size, num_heads, seqlen_q, head_dim)

@@ -49,6 +49,8 @@ class ForwardTile:
     and has `registers` for each thread, beside the producer's warpgroup, which keeps 24.
     `take_turns`: warpgroups start their products one after the other, so that each one's softmax
     runs beside another's products.
+    `warp_rows`: rows that a warp owns in the ladder's kernels that multiply by mma; every product
+    has a warp load all of the other operand, for 16 rows or for 32.
     """
 
     tile_q: int
@@ -57,6 +59,7 @@ class ForwardTile:
     programs: int = 1
     registers: int = 240
     take_turns: bool = False
+    warp_rows: int = 16
 
     @property
     def warpgroups(self) -> int:
@@ -155,7 +158,7 @@ PORTABLE_ATOMIC = {
 # spill with P in two halves, the one that loads a key for the most rows. Not measured.
 BASELINE_FORWARD = ForwardTile(16, 16)
 LADDER_FORWARD = {
-    64: ForwardTile(128, 64, num_stages=2),  # 48 KB
+    64: ForwardTile(128, 48, num_stages=2, warp_rows=32),  # 40 KB
     128: ForwardTile(128, 64, num_stages=2),  # 96 KB
     256: ForwardTile(128, 16, num_stages=2),  # 96 KB
 }
