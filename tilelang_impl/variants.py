@@ -8,8 +8,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from flash_rosetta.backend import Backend, KernelReport, Unsupported
-from flash_rosetta.kernels import MAX_HEAD_DIM
+from flash_rosetta.backend import Backend, Unsupported
 from flash_rosetta.layout import LaunchKey
 from flash_rosetta.problem import Problem
 from flash_rosetta.tilelang_impl import atomic_backward
@@ -27,50 +26,18 @@ from flash_rosetta.tilelang_impl.tiles import (
     register_demands,
 )
 from flash_rosetta.tilelang_impl.tiling import can_use_tma
-from flash_rosetta.variants import RUNGS as LADDER
-from flash_rosetta.variants import SEPARATOR, ForwardTileSize
+from flash_rosetta.variants import (
+    SEPARATOR,
+    VISITS_ALL,
+    BackwardVariant,
+    ForwardTileSize,
+    ForwardVariant,
+    check_rung,
+)
 
-Refusals = Callable[[Problem], list[str]]
 
-VISITS_ALL = {
-    "test_nan_in_a_value_stays_out_of_earlier_tiles": "it visits every key tile, skipping none"
-}
-"""What the suite asks of kernels that skip key tiles, which rungs below skip do not."""
-
-
-class ForwardVariant:
-    """A backend with another forward kernel and no backward.
-
-    `refusals`: why the kernel cannot run a problem; `recipe_of`: the kernel. `tma`: it takes only
-    what Hopper's copy engine can move, and forward raises Unsupported for other tensors.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        refusals: Refusals,
-        recipe_of: Callable[[LaunchKey], Recipe],
-        tma: bool,
-        expected_failures: dict[str, str] | None = None,
-    ):
-        self.name = name
-        self.refusals = refusals
-        self.recipe_of = recipe_of
-        self.tma = tma
-        self.expected_failures = expected_failures or {}
-
-    def why_not(self, problem: Problem) -> list[str]:
-        reasons = self.refusals(problem)
-        if self.tma:
-            reasons += _refused_by_hopper(problem)
-        if problem.needs_backward:
-            reasons.append("it has no backward: call it on tensors that need no gradient")
-        return reasons
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-        launch, o, lse = self._plan(q, k, v, problem)
-        launch.run()
-        return o, lse
+class AtomicBackward(BackwardVariant):
+    """The rung atomics: its launches leave sums of dq, which are rounded last."""
 
     def backward(
         self,
@@ -83,102 +50,38 @@ class ForwardVariant:
         lse: Tensor,
         problem: Problem,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        raise NotImplementedError(f"backend {self.name!r} has no backward, as its why_not says")
-
-    def compile_only(self, problem: Problem) -> list[KernelReport]:
-        return compile_only(problem, forward=self._plan)
-
-    def _plan(
-        self, q: Tensor, k: Tensor, v: Tensor, problem: Problem
-    ) -> tuple[Launch, Tensor, Tensor]:
-        return plan_forward(q, k, v, problem, self._recipe)
-
-    def _recipe(self, key: LaunchKey) -> Recipe:
-        if self.tma and not can_use_tma(key.problem, *key.layouts):
-            reason = (
-                "the copy engine cannot move q, k and v: it takes rows of unit stride, other "
-                "strides that are multiples of 16 bytes, and memory aligned to 16"
-            )
-            raise Unsupported(self.name, [reason], key.problem)
-        return self.recipe_of(key)
-
-
-class BackwardVariant:
-    """A backend whose backward is a rung, and whose forward is the shipped one's.
-
-    `refusals`: why it cannot run a problem that needs gradients. `plan`: its launches, and dq, dk
-    and dv, where `finish` makes dq of what the launches fill and q.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        shipped: Backend,
-        refusals: Refusals,
-        plan: Callable[..., tuple[list[Launch], Tensor, Tensor, Tensor]],
-        finish: Callable[[Tensor, Tensor], Tensor],
-    ):
-        self.name = name
-        self.shipped = shipped
-        self.refusals = refusals
-        self.plan = plan
-        self.finish = finish
-
-    def why_not(self, problem: Problem) -> list[str]:
-        reasons = self.refusals(problem)
-        if not problem.needs_backward:
-            reasons.append("it is a backward: call it on tensors that need gradients")
-        return reasons
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-        return self.shipped.forward(q, k, v, problem)
-
-    def backward(
-        self,
-        do: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        problem: Problem,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        launches, dq, dk, dv = self.plan(do, dlse, q, k, v, o, lse, problem)
-        for launch in launches:
-            launch.run()
-        return self.finish(dq, q), dk, dv
-
-    def compile_only(self, problem: Problem) -> list[KernelReport]:
-        return compile_only(problem, backward=self.plan)
+        dq_sums, dk, dv = super().backward(do, dlse, q, k, v, o, lse, problem)
+        return atomic_backward.rounded(dq_sums, q), dk, dv
 
 
 @lru_cache
 def rung(shipped: Backend, name: str) -> Backend:
     """The backend of a rung, beside the one that ships. Raises ValueError for no rung's name."""
+    check_rung(name)
     full_name = f"{shipped.name}{SEPARATOR}{name}"
+
+    def refusals(problem: Problem) -> list[str]:
+        reasons = shipped.why_not(problem)
+        if name in (*HOPPER_RUNGS, "overlap"):
+            reasons += _refused_by_hopper(problem)
+        if name == "atomics":
+            reasons += _refused_by_atomics(problem)
+        return reasons
+
+    if name in HOPPER_RUNGS:
+        plan = _tma_only(full_name, partial(rung_recipe, rung=name))
+        return ForwardVariant(full_name, refusals, plan, compile_only)
     if name in RUNGS:
-        return ForwardVariant(
-            full_name,
-            shipped.why_not,
-            partial(rung_recipe, rung=name),
-            tma=name in HOPPER_RUNGS,
-            expected_failures=VISITS_ALL if RUNGS.index(name) < RUNGS.index("skip") else None,
-        )
+        plan = partial(plan_forward, recipe_of=partial(rung_recipe, rung=name))
+        failures = VISITS_ALL if RUNGS.index(name) < RUNGS.index("skip") else None
+        return ForwardVariant(full_name, refusals, plan, compile_only, failures)
     if name == "overlap":
-        return ForwardVariant(full_name, shipped.why_not, forward_recipe, tma=True)
-    if name == "second-pass":
-        return BackwardVariant(full_name, shipped, shipped.why_not, plan_backward, lambda dq, q: dq)
+        plan = _tma_only(full_name, forward_recipe)
+        return ForwardVariant(full_name, refusals, plan, compile_only)
     if name == "atomics":
-        return BackwardVariant(
-            full_name,
-            shipped,
-            lambda problem: shipped.why_not(problem) + _refused_by_atomics(problem),
-            atomic_backward.plan_backward,
-            atomic_backward.rounded,
-        )
-    names = ", ".join(each.name for each in LADDER)
-    raise ValueError(f"a rung must be one of {names}; got {name!r}")
+        plan = atomic_backward.plan_backward
+        return AtomicBackward(full_name, shipped, refusals, plan, compile_only)
+    return BackwardVariant(full_name, shipped, refusals, plan_backward, compile_only)
 
 
 def tile_sizes() -> list[ForwardTileSize]:
@@ -201,14 +104,16 @@ def with_tile(shipped: Backend, size: ForwardTileSize) -> Backend:
     if size.num_stages < 1:
         raise ValueError(f"tiles must have one stage or more; got {size}")
 
+    name = f"{shipped.name}{SEPARATOR}{size}"
+
     def refusals(problem: Problem) -> list[str]:
-        return shipped.why_not(problem) + _refused_by_size(size, problem)
+        reasons = shipped.why_not(problem) + _refused_by_hopper(problem)
+        return reasons or _refused_by_size(size, problem)
 
     def recipe_of(key: LaunchKey) -> Recipe:
         return forward_recipe(key, _tile(size, key.problem))
 
-    name = f"{shipped.name}{SEPARATOR}{size}"
-    return ForwardVariant(name, refusals, recipe_of, tma=True)
+    return ForwardVariant(name, refusals, _tma_only(name, recipe_of), compile_only)
 
 
 def shared_bytes(size: ForwardTileSize, problem: Problem) -> int:
@@ -218,6 +123,23 @@ def shared_bytes(size: ForwardTileSize, problem: Problem) -> int:
 
 def _tile(size: ForwardTileSize, problem: Problem) -> ForwardTile:
     return hopper_tile(size, padded_head_dim(problem.head_dim), problem.is_causal)
+
+
+def _tma_only(
+    name: str, recipe_of: Callable[[LaunchKey], Recipe]
+) -> Callable[..., tuple[Launch, Tensor, Tensor]]:
+    """The plan of a kernel that takes only tensors which the copy engine can move."""
+
+    def recipe_or_refusal(key: LaunchKey) -> Recipe:
+        if not can_use_tma(key.problem, *key.layouts):
+            reason = (
+                "the copy engine cannot move q, k and v: it takes rows of unit stride, other "
+                "strides that are multiples of 16 bytes, and memory aligned to 16"
+            )
+            raise Unsupported(name, [reason], key.problem)
+        return recipe_of(key)
+
+    return partial(plan_forward, recipe_of=recipe_or_refusal)
 
 
 def _refused_by_hopper(problem: Problem) -> list[str]:
@@ -245,8 +167,6 @@ def _refused_by_atomics(problem: Problem) -> list[str]:
 
 def _refused_by_size(size: ForwardTileSize, problem: Problem) -> list[str]:
     """Why tiles of a size do not fit a multiprocessor of Hopper."""
-    if problem.target != "sm_90" or problem.head_dim > MAX_HEAD_DIM:
-        return []  # refused already
     width = padded_head_dim(problem.head_dim)
     tile = _tile(size, problem)
     what = f"{size} at head_dim {problem.head_dim}"
