@@ -17,35 +17,46 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flash_rosetta import registry
 from flash_rosetta.attention import attention
 from flash_rosetta.backend import Unsupported
-from flash_rosetta.problem import Direction, Inputs, Problem
+from flash_rosetta.bench.workloads import Timed
+from flash_rosetta.problem import Inputs, Problem
 
 Outputs = tuple[Tensor, ...]
 Run = Callable[[], Outputs]
-OUTPUT_NAMES: dict[Direction, tuple[str, ...]] = {
+OUTPUT_NAMES: dict[str, tuple[str, ...]] = {
     "forward": ("o", "lse"),
     "backward": ("dq", "dk", "dv"),
 }
 
+AS_GIVEN = "as given"
+"""The layout of contenders that take any strides: [batch, heads, seqlen, head_dim] in the grid."""
+
 REFERENCE_LIMIT = 512
 """Longest sequence at which the reference, Python loops, races on a GPU without being named."""
+
+FLEX_HEAD_DIMS, FLEX_SEQLENS = (64, 128), (2048, 8192)
 
 MATH_LIMIT = 2048
 """Longest sequence for SDPA's math kernel, which stores all the scores."""
 
 
 class Contender(Protocol):
-    """One way to compute attention, timed without anything that is not its own work."""
+    """One way to compute attention, timed without anything that is not its own work.
+
+    `layout` is how it has its tensors in memory: laid out so outside of the time taken.
+    """
 
     name: str
+    layout: str
 
     def why_not(self, problem: Problem) -> list[str]:
         """Reasons not to race on `problem`, known without running."""
         ...
 
-    def prepare(self, direction: Direction, inputs: Inputs, problem: Problem) -> Run:
-        """The function to time: (o,) or (o, lse) for forward, (dq, dk, dv) for backward.
+    def prepare(self, direction: Timed, inputs: Inputs, problem: Problem) -> Run:
+        """The function to time: (o,) or (o, lse) for forward, else (dq, dk, dv).
 
-        Raises Unsupported when the inputs themselves are refused.
+        "forward+backward" is what a user calls, and autograd after it. Raises Unsupported when the
+        inputs themselves are refused.
         """
         ...
 
@@ -60,6 +71,8 @@ class Contender(Protocol):
 
 class BackendContender:
     """A backend of the registry, its two functions called directly."""
+
+    layout = AS_GIVEN
 
     def __init__(self, name: str, named: bool):
         self.name = name
@@ -81,9 +94,18 @@ class BackendContender:
                 ]
         return reasons
 
-    def prepare(self, direction: Direction, inputs: Inputs, problem: Problem) -> Run:
+    def prepare(self, direction: Timed, inputs: Inputs, problem: Problem) -> Run:
         backend = registry.get(self.name)
         q, k, v, do, _ = inputs
+        if direction == "forward+backward":
+            leaves = _leaves(q, k, v)
+            options = {
+                "is_causal": problem.is_causal,
+                "causal_alignment": problem.causal_alignment,
+                "scale": problem.scale,
+                "backend": self.name,
+            }
+            return lambda: torch.autograd.grad(attention(*leaves, **options), leaves, do)
         if direction == "forward":
             return lambda: backend.forward(q, k, v, problem)
         o, lse = backend.forward(q, k, v, problem)
@@ -101,6 +123,8 @@ class BackendContender:
 
 class SdpaContender:
     """`scaled_dot_product_attention`, with one kernel forced, or with the one that it picks."""
+
+    layout = AS_GIVEN
 
     def __init__(self, name: str, kernel: SDPBackend | None = None):
         self.name = name
@@ -120,10 +144,10 @@ class SdpaContender:
             reasons.append(f"seqlen {longest} is above {MATH_LIMIT}: it stores all the scores")
         return reasons
 
-    def prepare(self, direction: Direction, inputs: Inputs, problem: Problem) -> Run:
+    def prepare(self, direction: Timed, inputs: Inputs, problem: Problem) -> Run:
         q, k, v, do, _ = inputs
-        if direction == "backward":
-            q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+        if direction != "forward":
+            q, k, v = _leaves(q, k, v)
         if reasons := self._refusals(q, k, v, problem):
             raise Unsupported(self.name, reasons, problem)
         options = {
@@ -138,6 +162,8 @@ class SdpaContender:
 
         if direction == "forward":
             return forward
+        if direction == "forward+backward":
+            return lambda: torch.autograd.grad(forward(), (q, k, v), do)
         (o,) = forward()
         return lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
 
@@ -175,6 +201,7 @@ class FlashAttn4Contender:
     """
 
     name = "flash-attn-4"
+    layout = "batch, seqlen, heads, head_dim"
 
     def why_not(self, problem: Problem) -> list[str]:
         reasons = []
@@ -186,12 +213,15 @@ class FlashAttn4Contender:
             reasons.append(f"dtype {problem.dtype} is neither torch.float16 nor torch.bfloat16")
         if problem.head_dim % 8 or problem.head_dim > 256:
             reasons.append(f"head_dim {problem.head_dim} is no multiple of 8 up to 256")
+        widths = problem.head_dim, problem.head_dim_v
+        if widths[0] != widths[1] and widths != (192, 128):
+            reasons.append(f"head_dim_v {widths[1]} beside head_dim {widths[0]} is not in it")
         bottom_right_offset = problem.seqlen_k - problem.seqlen_q
         if problem.is_causal and problem.causal_offset != bottom_right_offset:
             reasons.append("causal_alignment top_left is not what its causal means")
         return reasons
 
-    def prepare(self, direction: Direction, inputs: Inputs, problem: Problem) -> Run:
+    def prepare(self, direction: Timed, inputs: Inputs, problem: Problem) -> Run:
         q, k, v, do = (t.transpose(1, 2).contiguous() for t in inputs[:4])
         options = {"softmax_scale": problem.scale, "causal": problem.is_causal}
         if direction == "forward":
@@ -201,14 +231,16 @@ class FlashAttn4Contender:
                     return (self._attend(q, k, v, **options).transpose(1, 2),)
 
             return forward
-        leaves = [t.requires_grad_() for t in (q, k, v)]
+        leaves = _leaves(q, k, v)
+
+        def gradients(o: Tensor, retain_graph: bool) -> Outputs:
+            found = torch.autograd.grad(o, leaves, do, retain_graph=retain_graph)
+            return tuple(t.transpose(1, 2) for t in found)
+
+        if direction == "forward+backward":
+            return lambda: gradients(self._attend(*leaves, **options), False)
         o = self._attend(*leaves, **options)
-
-        def backward() -> Outputs:
-            gradients = torch.autograd.grad(o, leaves, do, retain_graph=True)
-            return tuple(t.transpose(1, 2) for t in gradients)
-
-        return backward
+        return lambda: gradients(o, True)
 
     def chosen(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -227,6 +259,7 @@ class FlexContender:
     """PyTorch's `flex_attention`, compiled: a Triton kernel made for each mask and each shape."""
 
     name = "flex"
+    layout = AS_GIVEN
 
     def __init__(self, named: bool):
         self.named = named
@@ -237,11 +270,16 @@ class FlexContender:
             reasons.append(f"target {problem.target}: races on NVIDIA GPUs alone")
         if problem.head_dim < 16:
             reasons.append(f"head_dim {problem.head_dim} is below 16")
-        if not self.named:  # compiling takes longer than the whole rest of the race
-            reasons.append("races only when named: --against flex")
+        few = problem.head_dim in FLEX_HEAD_DIMS and problem.seqlen_q in FLEX_SEQLENS
+        if not self.named and not (few and problem.seqlen_k == problem.seqlen_q):
+            reasons.append(
+                f"it compiles for each shape: unless named (--against flex), at head_dim "
+                f"{' and '.join(map(str, FLEX_HEAD_DIMS))} and seqlen "
+                f"{' and '.join(map(str, FLEX_SEQLENS))} alone"
+            )
         return reasons
 
-    def prepare(self, direction: Direction, inputs: Inputs, problem: Problem) -> Run:
+    def prepare(self, direction: Timed, inputs: Inputs, problem: Problem) -> Run:
         from torch.nn.attention.flex_attention import create_block_mask
 
         q, k, v, do, _ = inputs
@@ -255,7 +293,9 @@ class FlexContender:
         flex = _compiled_flex()
         if direction == "forward":
             return lambda: (flex(q, k, v, **options),)
-        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        leaves = _leaves(q, k, v)
+        if direction == "forward+backward":
+            return lambda: torch.autograd.grad(flex(*leaves, **options), leaves, do)
         o = flex(*leaves, **options)
         return lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)
 
@@ -265,6 +305,11 @@ class FlexContender:
     def call(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         o: Tensor = _compiled_flex()(q, k, v)
         return o
+
+
+def _leaves(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors as new leaves that want gradients."""
+    return tuple(t.detach().requires_grad_() for t in tensors)
 
 
 @lru_cache
@@ -309,6 +354,12 @@ def contenders(backends: list[str] | None, against: list[str] | None) -> list[Co
         *(BackendContender(name, named=bool(backends)) for name in backends or registry.names()),
         *(_opponent(name, named=bool(against)) for name in against or everybody),
     ]
+
+
+def contender(name: str) -> Contender:
+    """The contender of a name, as if it had been named."""
+    known = name in SDPA or name in OTHERS
+    return _opponent(name, named=True) if known else BackendContender(name, named=True)
 
 
 def _opponent(name: str, named: bool) -> Contender:

@@ -11,13 +11,14 @@ from typing import Any, Literal
 
 import torch
 
+from flash_rosetta import machine
 from flash_rosetta.backend import Unsupported
 from flash_rosetta.bench import timing
 from flash_rosetta.bench.contenders import Contender, Outputs, Run
 from flash_rosetta.bench.judge import Judge
 from flash_rosetta.bench.timing import Stopwatch
-from flash_rosetta.bench.workloads import Workload
-from flash_rosetta.problem import Direction, Inputs
+from flash_rosetta.bench.workloads import Timed, Workload, flops
+from flash_rosetta.problem import Inputs
 
 MEGABYTE = 1e6
 
@@ -43,7 +44,7 @@ class Outcome:
 
 def run_heat(
     workload: Workload,
-    direction: Direction,
+    direction: Timed,
     contenders: Sequence[Contender],
     watch: Stopwatch,
     device: torch.device,
@@ -58,10 +59,8 @@ def run_heat(
     """
     problem = workload.problem_for(direction)
     inputs = workload.load(device)
-    judge = Judge(direction, inputs, problem)
-    outcomes = {
-        c.name: Outcome(info=_identity(workload, direction, c.name, inputs)) for c in contenders
-    }
+    judge = Judge("forward" if direction == "forward" else "backward", inputs, problem)
+    outcomes = {c.name: Outcome(info=_identity(workload, direction, c, inputs)) for c in contenders}
     runs: dict[str, Run] = {}
     for contender in contenders:
         outcome = outcomes[contender.name]
@@ -83,11 +82,15 @@ def run_heat(
             outcome.info["peak_mb"] = None if peak is None else round(peak / MEGABYTE, 3)
             runs[contender.name] = run
     if runs:
-        for name, seconds in timing.race(runs, watch, budget=budget, rounds=rounds).items():
+        before = machine.sensors(device)
+        timed = timing.race(runs, watch, budget=budget, rounds=rounds)
+        sensed = {"before": before, "after": machine.sensors(device)}
+        for name, seconds in timed.items():
             outcome = outcomes[name]
             if _passes(judge, runs[name](), outcome):  # again: a stale buffer shows only now
                 outcome.seconds = [significant(s) for s in seconds]
-                outcome.info |= figures(outcome.seconds, problem.flops(direction), device)
+                outcome.info |= figures(outcome.seconds, flops(problem, direction), device)
+                outcome.info |= sensed
     return outcomes
 
 
@@ -96,13 +99,17 @@ def significant(x: float) -> float:
     return float(f"{x:.7g}")
 
 
-def _identity(workload: Workload, direction: Direction, name: str, inputs: Inputs) -> dict:
+def _identity(
+    workload: Workload, direction: Timed, contender: Contender, inputs: Inputs
+) -> dict[str, Any]:
     """What was computed, by whom: the part of a record that needs no measuring."""
     problem = workload.problem_for(direction)
     return {
-        "backend": name,
+        "backend": contender.name,
         "direction": direction,
         "workload": workload.name,
+        "source": workload.source,
+        "layout": contender.layout,
         "problem": problem.id,
         "batch": problem.batch,
         "num_heads": problem.num_heads,
@@ -110,9 +117,10 @@ def _identity(workload: Workload, direction: Direction, name: str, inputs: Input
         "seqlen_q": problem.seqlen_q,
         "seqlen_k": problem.seqlen_k,
         "head_dim": problem.head_dim,
+        "head_dim_v": problem.head_dim_v,
         "is_causal": problem.is_causal,
         "dtype": str(problem.dtype).removeprefix("torch."),
-        "flops": problem.flops(direction),
+        "flops": flops(problem, direction),
         "inputs_mb": round(sum(t.nbytes for t in inputs[:3]) / MEGABYTE, 3),
     }
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console, Group
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -25,8 +26,9 @@ from flash_rosetta.bench.contenders import (
 )
 from flash_rosetta.bench.heat import Outcome, run_heat, significant
 from flash_rosetta.bench.host import host_times
-from flash_rosetta.bench.workloads import Workload, workloads
-from flash_rosetta.problem import Direction
+from flash_rosetta.bench.parts import Lab
+from flash_rosetta.bench.warm import Job, compile_all
+from flash_rosetta.bench.workloads import Timed, Workload, workloads
 
 CPU_ROUNDS = 2
 """On a CPU only the answer counts; two, so that the quartiles of pytest-benchmark exist."""
@@ -46,7 +48,7 @@ class RaceOptions:
     workload: str = "captured"
     backends: tuple[str, ...] = ()
     against: tuple[str, ...] = ()
-    directions: tuple[Direction, ...] = ("forward", "backward")
+    directions: tuple[Timed, ...] = ("forward", "backward")
     head_dims: tuple[int, ...] = ()
     seqlens: tuple[int, ...] = ()
     rounds: int | None = None
@@ -58,11 +60,11 @@ class Entrant:
     """One contender in one heat: one test."""
 
     workload: Workload
-    direction: Direction
+    direction: Timed
     contender: Contender
 
     @property
-    def heat(self) -> tuple[str, Direction, str]:
+    def heat(self) -> tuple[str, Timed, str]:
         return self.workload.name, self.direction, self.workload.problem.id
 
     @property
@@ -96,6 +98,7 @@ class RacePlugin:
         self._fields: dict[tuple, list[Entrant]] = {}
         self._current: dict[Entrant, Outcome] = {}
         self._host_times: dict[str, dict[str, float | None]] = {}
+        self._progress: Progress | None = None
 
     @cached_property
     def device(self) -> torch.device:
@@ -126,6 +129,17 @@ class RacePlugin:
             for contender in field
         ]
 
+    def warm(self) -> None:
+        """Compile what the race will need, in parallel. PyTorch's own kernels are compiled."""
+        jobs = [
+            Job(e.contender.name, e.workload.problem_for(e.direction), e.direction)
+            for e in self.entrants()
+            if not isinstance(e.contender, SdpaContender)
+            if e.contender.name != "reference"
+            if not e.contender.why_not(e.workload.problem_for(e.direction))
+        ]
+        compile_all(jobs, Lab(self.device, self.console or Console()))
+
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "entrant" in metafunc.fixturenames:
             entrants = self.entrants()
@@ -136,6 +150,17 @@ class RacePlugin:
             if isinstance(item, pytest.Function) and "entrant" in item.fixturenames:
                 entrant = item.callspec.params["entrant"]
                 self._fields.setdefault(entrant.heat, []).append(entrant)
+        if self.console is not None and self.console.is_terminal:
+            self._progress = Progress(
+                BarColumn(), MofNCompleteColumn(), TextColumn("heats"), TimeElapsedColumn(),
+                console=self.console, transient=True,
+            )  # fmt: skip
+            self._progress.add_task("race", total=len(self._fields))
+            self._progress.start()
+
+    def pytest_sessionfinish(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -185,6 +210,8 @@ class RacePlugin:
                     share = 100 * outcome.info["tflops"] / matmul
                     outcome.info["pct_of_matmul"] = round(share, 1)
         self._say(field, outcomes, time.perf_counter() - start)
+        if self._progress is not None:
+            self._progress.advance(self._progress.task_ids[0])
         return {entrant: outcomes[entrant.contender.name] for entrant in field}
 
     def _host(self, contender: Contender) -> dict[str, float | None]:

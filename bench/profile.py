@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import shutil
 import subprocess
 import sys
@@ -20,15 +21,21 @@ __all__ = ["measure", "sections"]
 TIMEOUT = 120.0
 """Seconds for one backend."""
 
+SECTIONS = (
+    "SpeedOfLight",
+    "ComputeWorkloadAnalysis",
+    "MemoryWorkloadAnalysis",
+    "WarpStateStats",
+    "Occupancy",
+    "LaunchStats",
+)
 METRICS = {
     "time_us": ("gpu__time_duration.sum", 1e6),
-    "tensor_pct": ("sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active", 1.0),
-    "tensor_cycles_pct": ("sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active", 1.0),
     "dram_read_mb": ("dram__bytes_read.sum", 1e-6),
     "dram_write_mb": ("dram__bytes_write.sum", 1e-6),
     "l2_hit_pct": ("lts__t_sector_hit_rate.pct", 1.0),
     "occupancy_pct": ("sm__warps_active.avg.pct_of_peak_sustained_active", 1.0),
-    "issue_active_pct": ("sm__inst_issued.avg.pct_of_peak_sustained_active", 1.0),
+    "issue_pct": ("sm__inst_issued.avg.pct_of_peak_sustained_elapsed", 1.0),
     "registers": ("launch__registers_per_thread", 1.0),
     "shared_dynamic_kb": ("launch__shared_mem_per_block_dynamic", 1e-3),
     "block": ("launch__block_size", 1.0),
@@ -36,13 +43,14 @@ METRICS = {
 }
 """A figure's key in the records: Nsight Compute's metric, and what takes its unit to ours."""
 
-STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
-STALLS = (
-    "barrier", "branch_resolve", "dispatch_stall", "drain", "gmma", "imc_miss", "lg_throttle",
-    "long_scoreboard", "math_pipe_throttle", "membar", "mio_throttle", "misc", "no_instruction",
-    "not_selected", "selected", "short_scoreboard", "sleeping", "tex_throttle", "wait",
-)  # fmt: skip
-"""Why a warp did not issue: warps in each state, on average, for each instruction issued."""
+ASKED_FOR = ("gpu__time_duration.sum", "dram__bytes_read.sum", "dram__bytes_write.sum")
+"""Metrics that the sections do not have. One that a card lacks would end ncu: so no more."""
+
+TENSOR = re.compile(r"sm__(inst_executed_)?pipe_tensor\w*\.avg\.pct_of_peak_sustained_active")
+"""How busy the tensor pipes are: cards name it differently, and the highest figure is taken."""
+
+STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
+"""Why warps did not issue: how many were in a state, on average, for each instruction issued."""
 
 UNITS = {
     "nsecond": 1e-9, "usecond": 1e-6, "msecond": 1e-3, "second": 1.0, "ns": 1e-9, "us": 1e-6,
@@ -69,10 +77,10 @@ def _profile(name: str) -> list[Record]:
     ncu = shutil.which("ncu")
     if ncu is None:
         raise ValueError("ncu, Nsight Compute's command, is not on the PATH")
-    metrics = [metric for metric, _ in METRICS.values()] + [STALL.format(s) for s in STALLS]
     command = [
         ncu, "--csv", "--page", "raw", "--print-units", "base", "--profile-from-start", "off",
-        "--clock-control", "none", "--nvtx", "--metrics", ",".join(metrics),
+        "--clock-control", "none", "--nvtx", "--metrics", ",".join(ASKED_FOR),
+        *(word for section in SECTIONS for word in ("--section", section)),
         sys.executable, "-m", "flash_rosetta.bench.profile_target", name,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
@@ -91,10 +99,17 @@ def _profile(name: str) -> list[Record]:
         }
         for key, (metric, factor) in METRICS.items():
             record[key] = _number(row, units, metric, factor)
+        tensor = [
+            _number(row, units, metric, 1.0)
+            for metric in row
+            if metric and TENSOR.fullmatch(metric)
+        ]
+        record["tensor_pct"] = max((value for value in tensor if value is not None), default=None)
         record["stalls"] = {
-            state: value
-            for state in STALLS
-            if (value := _number(row, units, STALL.format(state), 1.0)) is not None
+            match[1]: value
+            for metric in row
+            if metric and (match := STALL.fullmatch(metric))
+            if (value := _number(row, units, metric, 1.0)) is not None
         }
         records.append(record)
     return records

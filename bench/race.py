@@ -33,21 +33,30 @@ def main(argv: list[str] | None = None) -> int:
 
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read once, when Triton is imported
-        if arguments.workload == "grid":
-            parser.error("--workload grid needs a GPU; this machine can race --workload captured")
+        if arguments.workload in ("grid", "named"):
+            parser.error(
+                f"--workload {arguments.workload} needs a GPU; this machine can race "
+                "--workload captured"
+            )
     if arguments.save:
         _check_save(parser, arguments, torch.cuda.is_available())
 
     from rich.console import Console
 
     from flash_rosetta.bench.plugin import WIDTH, RaceOptions, RacePlugin
+    from flash_rosetta.bench.workloads import DIRECTIONS
 
-    both = ("forward", "backward")
+    is_gpu = torch.cuda.is_available()
+    directions = {
+        None: DIRECTIONS if is_gpu else DIRECTIONS[:2],
+        "both": DIRECTIONS[:2],
+        "all": DIRECTIONS,
+    }
     options = RaceOptions(
         workload=arguments.workload,
         backends=tuple(arguments.backend),
         against=tuple(arguments.against),
-        directions=both if arguments.direction == "both" else (arguments.direction,),
+        directions=directions.get(arguments.direction, (arguments.direction,)),
         head_dims=tuple(arguments.head_dim),
         seqlens=tuple(arguments.seqlen),
         rounds=arguments.rounds,
@@ -61,6 +70,8 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     console.print(_headline(race.device), highlight=False)
+    if arguments.warm and is_gpu:
+        race.warm()
     status = _pytest(race)
     console.print(race.tables())
     for entrant, outcome in race.failures():
@@ -81,9 +92,10 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "--workload",
-        choices=("captured", "grid", "all"),
+        choices=("captured", "grid", "named", "all"),
         default="captured",
-        help="inputs captured from a real model (default), a grid of sizes (GPU only), or both",
+        help="inputs captured from a real model (default), a grid of sizes or those of named "
+        "models (GPU only), or all of them",
     )
     add(
         "--backend",
@@ -98,9 +110,14 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="NAME",
         help="sdpa-default, -cudnn, -flash, -efficient or -math, flash-attn-4 or flex; may be "
-        "repeated (default: all but flex, of those installed)",
+        "repeated (default: all of those installed, flex at a few sizes)",
     )
-    add("--direction", choices=("forward", "backward", "both"), default="both")
+    add(
+        "--direction",
+        choices=("forward", "backward", "forward+backward", "both", "all"),
+        help="one of them (forward+backward: through autograd), the first two, or all (default; "
+        "without a GPU both)",
+    )
     add("--head-dim", action="append", default=[], type=int, metavar="D", help="may be repeated")
     add("--seqlen", action="append", default=[], type=int, metavar="N", help="may be repeated")
     add(
@@ -108,6 +125,11 @@ def _parser() -> argparse.ArgumentParser:
         type=_rounds,
         metavar="R",
         help="timed rounds of each contender (default: what fits into 0.25 s, 10 to 100)",
+    )
+    add(
+        "--warm",
+        action="store_true",
+        help="first compile all kernels in parallel, into the caches on disk",
     )
     add("--out", type=Path, metavar="FILE", help="write pytest-benchmark JSON there")
     add(
@@ -129,9 +151,7 @@ def _check_save(
     parser: argparse.ArgumentParser, arguments: argparse.Namespace, has_gpu: bool
 ) -> None:
     """A committed file is a whole race on a GPU, or it would replace more than it holds."""
-    filters = (
-        arguments.head_dim or arguments.seqlen or arguments.against or arguments.direction != "both"
-    )
+    filters = arguments.head_dim or arguments.seqlen or arguments.against or arguments.direction
     if not has_gpu:
         parser.error("--save needs a GPU: a race on a CPU has no times worth keeping; use --out")
     if arguments.workload != "all" or filters:

@@ -10,6 +10,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from flash_rosetta.bench.workloads import DIRECTIONS
+
 Record = dict[str, Any]
 """One contender in one heat: the extra_info of pytest-benchmark's record."""
 
@@ -24,18 +26,18 @@ YARDSTICKS = {
 OTHERS = {"flash-attn-4": "% fa4", "flex": "% flex"}
 """The same for those who need not be there."""
 
-DIRECTIONS = ("forward", "backward")
-
 _HEAT = ("direction", "workload", "problem")
 
 
-KINDS = ("grid", "captured, tiled", "captured")
+KINDS = ("grid", "models", "captured, tiled", "captured")
 
 
 def kind_of(workload: str) -> str:
     """Which of KINDS a workload is: the captured inputs as they are do not fill a card."""
     if workload == "grid":
         return "grid"
+    if not workload.startswith("captured-"):
+        return "models"
     return "captured, tiled" if workload.endswith("-tiled") else "captured"
 
 
@@ -52,9 +54,10 @@ def heat_title(record: Record) -> str:
         n += f"x{record['seqlen_k']}"
     kv = f"/{record['num_kv_heads']}" if record["num_kv_heads"] != record["num_heads"] else ""
     causal = " causal" if record["is_causal"] else ""
-    return (
-        f"{name} d{record['head_dim']} n{n}{causal} b{record['batch']} h{record['num_heads']}{kv}"
-    )
+    d = f"{record['head_dim']}"
+    if record.get("head_dim_v", record["head_dim"]) != record["head_dim"]:
+        d += f"/{record['head_dim_v']}"
+    return f"{name} d{d} n{n}{causal} b{record['batch']} h{record['num_heads']}{kv}"
 
 
 def rates(records: Iterable[Record]) -> dict[tuple, float]:
@@ -113,7 +116,7 @@ def speed_tables(
             *((YARDSTICKS | OTHERS)[name] for name in others),
             "% matmul",
             "max error",
-            "cold s",
+            "first s",
             "host us",
             "peak MB",
             "/inputs",

@@ -16,21 +16,26 @@ from typing import NamedTuple
 
 import torch
 
-from flash_rosetta import registry
 from flash_rosetta.backend import Unsupported
+from flash_rosetta.bench.contenders import contender
 from flash_rosetta.bench.parts import Lab
-from flash_rosetta.problem import Direction, Problem
+from flash_rosetta.bench.workloads import Timed
+from flash_rosetta.problem import Problem
 
 TIMEOUT = 120.0
 """Seconds for one kernel: a compiler that takes longer is taken to hang."""
 
 
-class Job(NamedTuple):
-    """One direction of one problem on one backend."""
+COMPILED_FOR_A_SHAPE = ("flex",)
+"""Contenders that compile anew for another batch."""
 
-    backend: str
+
+class Job(NamedTuple):
+    """One direction of one problem on one contender of the race."""
+
+    contender: str
     problem: Problem
-    direction: Direction
+    direction: Timed
 
 
 class Compiled(NamedTuple):
@@ -41,7 +46,7 @@ class Compiled(NamedTuple):
 
 
 def compile_all(jobs: Sequence[Job], lab: Lab, processes: int | None = None) -> dict[Job, Compiled]:
-    """Run each job once on a batch of 1, in `processes` (the cores, if left out) at a time.
+    """Run each job twice on a batch of 1, in `processes` (the cores, if left out) at a time.
 
     What fails is told in its `Compiled`, and stops nothing else. Jobs share the machine's cores, so
     that a time says what it cost here, among the others, and not what it would cost alone.
@@ -75,21 +80,20 @@ def _outcome(future: Future[float]) -> Compiled:
 
 
 def _first_call(job: Job, device: str) -> float:
-    problem = replace(job.problem, batch=1, needs_backward=job.direction == "backward")
-    backend = registry.resolve(job.backend, problem)
-    q, k, v, do, _ = problem.inputs(device)
-    o, lse = (torch.empty_like(q), torch.zeros(q.shape[:3], device=device))
+    runner = contender(job.contender)
+    problem = replace(job.problem, needs_backward=job.direction != "forward")
+    if job.contender not in COMPILED_FOR_A_SHAPE:
+        problem = replace(problem, batch=1)
+    if reasons := runner.why_not(problem):
+        raise Unsupported(job.contender, reasons, problem)
+    inputs = problem.inputs(device)
 
     def call() -> float:
         start = perf_counter()
-        if job.direction == "forward":
-            backend.forward(q, k, v, problem)
-        else:
-            backend.backward(do, None, q, k, v, o, lse, problem)
-        if q.is_cuda:
+        runner.prepare(job.direction, inputs, problem)()
+        if inputs.q.is_cuda:
             torch.cuda.synchronize()
         return perf_counter() - start
 
-    o.zero_()
     first = call()
     return max(0.0, first - call())

@@ -1,15 +1,16 @@
-"""What is raced: a grid of standard normal inputs, and inputs captured from a real model."""
+"""What is raced: a grid of sizes, those of well-known models, and inputs captured from one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from flash_rosetta.problem import Direction, Inputs, Problem, target_of
+from flash_rosetta.problem import Inputs, Problem, target_of
 
 CAPTURE = Path(__file__).parent / "data" / "minilm_l6.safetensors"
 
@@ -26,17 +27,106 @@ CPU_HEADS = 2
 """Of the captured heads, those that race on a CPU, where Triton's interpreter takes its time."""
 
 
+Timed = Literal["forward", "backward", "forward+backward"]
+"""What is timed: one of the two functions by itself, or both through autograd."""
+
+DIRECTIONS: tuple[Timed, ...] = get_args(Timed)
+
+
+def flops(problem: Problem, direction: Timed) -> int:
+    """Floating-point operations of what is timed: see `Problem.flops`."""
+    if direction == "forward+backward":
+        return problem.flops("forward") + problem.flops("backward")
+    return problem.flops(direction)
+
+
 @dataclass(frozen=True)
 class Workload:
-    """Named inputs of one problem. `load` makes them on a device, the same ones every time."""
+    """Named inputs of one problem. `load` makes them on a device, the same ones every time.
+
+    `source` says where its sizes come from.
+    """
 
     name: str
     problem: Problem
     load: Callable[[torch.device], Inputs]
+    source: str = ""
 
-    def problem_for(self, direction: Direction) -> Problem:
+    def problem_for(self, direction: Timed) -> Problem:
         """The problem as `attention` would pose it for one direction."""
-        return replace(self.problem, needs_backward=direction == "backward")
+        return replace(self.problem, needs_backward=direction != "forward")
+
+
+@dataclass(frozen=True)
+class Model:
+    """The attention of one layer of a well-known model, as its published configuration has it."""
+
+    name: str
+    source: str
+    sizes: dict[str, Any]
+    batch: int = 0  # enough for 16k query tokens
+
+
+MODELS = (
+    Model(
+        "gpt2",
+        "GPT-2 small: 12 heads of 64, context 1024 (config.json of openai-community/gpt2)",
+        {"num_heads": 12, "seqlen_q": 1024, "head_dim": 64, "is_causal": True},
+    ),
+    Model(
+        "llama-3-8b",
+        "Llama 3 8B: 32 query and 8 key/value heads of 128, context 8192 (arXiv 2407.21783)",
+        {"num_heads": 32, "num_kv_heads": 8, "seqlen_q": 8192, "head_dim": 128, "is_causal": True},
+    ),
+    Model(
+        "qwen2.5-7b",
+        "Qwen2.5 7B: 28 query and 4 key/value heads of 128 (arXiv 2412.15115); 4096 tokens",
+        {"num_heads": 28, "num_kv_heads": 4, "seqlen_q": 4096, "head_dim": 128, "is_causal": True},
+    ),
+    Model(
+        "bert-base",
+        "BERT base: 12 heads of 64, 512 positions (arXiv 1810.04805)",
+        {"num_heads": 12, "seqlen_q": 512, "head_dim": 64},
+    ),
+    Model(
+        "minilm-l6",
+        "all-MiniLM-L6-v2: 12 heads of 32, trained on 256 word pieces (its model card)",
+        {"num_heads": 12, "seqlen_q": 256, "head_dim": 32},
+    ),
+    Model(
+        "vit-b16",
+        "ViT-B/16: 12 heads of 64, 14 x 14 patches and a class token (arXiv 2010.11929)",
+        {"num_heads": 12, "seqlen_q": 197, "head_dim": 64},
+    ),
+    Model(
+        "whisper-large-v3",
+        "Whisper large v3's encoder: 20 heads of 64, 1500 frames (arXiv 2212.04356)",
+        {"num_heads": 20, "seqlen_q": 1500, "head_dim": 64},
+    ),
+    Model(
+        "sdxl-cross",
+        "SDXL's cross-attention at 64 x 64: 10 heads of 64, 77 text tokens (arXiv 2307.01952)",
+        {"num_heads": 10, "seqlen_q": 4096, "seqlen_k": 77, "head_dim": 64},
+    ),
+    Model(
+        "sdxl-self",
+        "SDXL's self-attention at 64 x 64: 10 heads of 64 (arXiv 2307.01952)",
+        {"num_heads": 10, "seqlen_q": 4096, "head_dim": 64},
+    ),
+    Model(
+        "deepseek-v3",
+        "DeepSeek-V3's prefill: 128 heads, 192 for queries and keys, 128 for values "
+        "(arXiv 2412.19437); 4096 tokens",
+        {"num_heads": 128, "seqlen_q": 4096, "head_dim": 192, "head_dim_v": 128, "is_causal": True},
+        batch=1,
+    ),
+    Model(
+        "deepseek-v3-padded",
+        "the same with values padded to 192, for kernels that take one width alone",
+        {"num_heads": 128, "seqlen_q": 4096, "head_dim": 192, "is_causal": True},
+        batch=1,
+    ),
+)
 
 
 def workloads(
@@ -45,7 +135,7 @@ def workloads(
     head_dims: tuple[int, ...] = (),
     seqlens: tuple[int, ...] = (),
 ) -> list[Workload]:
-    """The workloads of "grid", "captured" or "all" for a device, empty filters taking everything.
+    """The workloads of "grid", "named", "captured" or "all" for a device; no filter takes all.
 
     A CPU gets the captured ones alone, at a tiny size. Raises ValueError when nothing is left.
     """
@@ -54,6 +144,8 @@ def workloads(
         found += captured(device)
     if which in ("grid", "all") and device.type == "cuda":
         found += grid(device)
+    if which in ("named", "all") and device.type == "cuda":
+        found += named(device)
     kept = [
         w
         for w in found
@@ -82,7 +174,18 @@ def grid(device: torch.device) -> Iterator[Workload]:
                     is_causal=is_causal,
                     target=target_of(device),
                 )
-                yield Workload("grid", problem, problem.inputs)
+                yield Workload("grid", problem, problem.inputs, "16k tokens, 2048 wide")
+
+
+def named(device: torch.device) -> Iterator[Workload]:
+    """The attention of MODELS, bf16, standard normal."""
+    for model in MODELS:
+        problem = Problem(
+            batch=model.batch or TOKENS // model.sizes["seqlen_q"],
+            target=target_of(device),
+            **model.sizes,
+        )
+        yield Workload(model.name, problem, problem.inputs, model.source)
 
 
 def captured(device: torch.device) -> Iterator[Workload]:
@@ -132,7 +235,8 @@ def _captured(
         dtype=dtype,
         target=target_of(device),
     )
-    return Workload(title, problem, load)
+    source = "all-MiniLM-L6-v2's own numbers on the Zen of Python: see bench/data/README.md"
+    return Workload(title, problem, load, source)
 
 
 def _read(name: str) -> tuple[Tensor, ...]:

@@ -48,6 +48,25 @@ def describe(device: int | None = None) -> dict[str, Any]:
     }
 
 
+def sensors(device: torch.device) -> dict[str, float | None]:
+    """The card's clock in MHz, temperature in Celsius and power in W at this moment; only read.
+
+    None for what cannot be had, and everywhere but on an NVIDIA GPU.
+    """
+    keys = ("sm_clock_mhz", "temperature_c", "power_w")
+    if device.type != "cuda":
+        return dict.fromkeys(keys)
+    try:  # a fraction of a millisecond, where nvidia-ml-py is installed
+        return {
+            "sm_clock_mhz": float(torch.cuda.clock_rate(device)),
+            "temperature_c": float(torch.cuda.temperature(device)),
+            "power_w": torch.cuda.power_draw(device) / 1e3,
+        }
+    except Exception:  # what is missing, and how it says so, differs between machines
+        card = _card(device.index)
+        return {key: card[key] for key in keys}
+
+
 def commit() -> str | None:
     """The commit of the checkout that this code runs from, with "-dirty" when files were modified.
 
