@@ -29,7 +29,7 @@ from flash_rosetta import machine
 ROOT = Path(flash_rosetta.__file__).parents[1]
 
 ONLY_IN_ONE = {
-    "baseline.py",
+    "atomic_backward.py",
     "interpreter.py",
     "disk_cache.py",
     "softmax.py",
@@ -39,9 +39,9 @@ ONLY_IN_ONE = {
     "portable_backward.py",
     "portable_tiling.py",
 }
-"""Files that one kernel folder may have alone: the first rung of Triton's ladder, probes of its
-interpreter, which the other languages lack, what CuTe DSL leaves to us, and where its kernels for
-one card and for all are too long for one file."""
+"""Files that not all kernel folders have: the backward by atomics, which CuTe DSL's own is already,
+probes of Triton's interpreter, which the other languages lack, what CuTe DSL leaves to us, and where
+its kernels for one card and for all are too long for one file."""
 
 
 @pytest.fixture(scope="module")

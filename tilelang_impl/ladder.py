@@ -70,7 +70,15 @@ from flash_rosetta.tilelang_impl.tiles import (
     padded_head_dim,
     tiles_for,
 )
-from flash_rosetta.tilelang_impl.tiling import Engine, load_tile, multiply, parts_of, put, strided
+from flash_rosetta.tilelang_impl.tiling import (
+    Engine,
+    can_use_tma,
+    load_tile,
+    multiply,
+    parts_of,
+    put,
+    strided,
+)
 
 RUNGS = ("baseline", "tiles", "skip", "mask", "exp2", "cast", "tma", "specialize")
 """From the bottom."""
@@ -89,8 +97,10 @@ VECTOR = 8
 
 @lru_cache(maxsize=4096)
 def rung_recipe(key: LaunchKey, rung: str) -> Recipe:
-    """The kernel of a rung; one of HOPPER_RUNGS takes what the copy engine can move."""
+    """The kernel of a rung. What the copy engine cannot move, the last rung without it runs."""
     problem = key.problem
+    if rung in HOPPER_RUNGS and not can_use_tma(problem, *key.layouts):
+        rung = "cast"
     has = frozenset(RUNGS[: RUNGS.index(rung) + 1])
     if rung in HOPPER_RUNGS:
         tile = tiles_for(problem, hopper=True).forward

@@ -68,16 +68,12 @@ def rung(shipped: Backend, name: str) -> Backend:
             reasons += _refused_by_atomics(problem)
         return reasons
 
-    if name in HOPPER_RUNGS:
-        plan = _tma_only(full_name, partial(rung_recipe, rung=name))
-        return ForwardVariant(full_name, refusals, plan, compile_only)
     if name in RUNGS:
         plan = partial(plan_forward, recipe_of=partial(rung_recipe, rung=name))
         failures = VISITS_ALL if RUNGS.index(name) < RUNGS.index("skip") else None
         return ForwardVariant(full_name, refusals, plan, compile_only, failures)
     if name == "overlap":
-        plan = _tma_only(full_name, forward_recipe)
-        return ForwardVariant(full_name, refusals, plan, compile_only)
+        return ForwardVariant(full_name, refusals, plan_forward, compile_only)
     if name == "atomics":
         plan = atomic_backward.plan_backward
         return AtomicBackward(full_name, shipped, refusals, plan, compile_only)
