@@ -60,6 +60,10 @@ class Contender(Protocol):
         """
         ...
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
+        """Attention through the function that users call, for training with it."""
+        ...
+
     def chosen(self) -> AbstractContextManager[object]:
         """Within it, `call` reaches this contender."""
         ...
@@ -99,26 +103,30 @@ class BackendContender:
         q, k, v, do, _ = inputs
         if direction == "forward+backward":
             leaves = _leaves(q, k, v)
-            options = {
-                "is_causal": problem.is_causal,
-                "causal_alignment": problem.causal_alignment,
-                "scale": problem.scale,
-                "backend": self.name,
-            }
-            return lambda: torch.autograd.grad(attention(*leaves, **options), leaves, do)
+            return lambda: torch.autograd.grad(self.attend(*leaves, problem), leaves, do)
         if direction == "forward":
             return lambda: backend.forward(q, k, v, problem)
         o, lse = backend.forward(q, k, v, problem)
         return lambda: backend.backward(do, None, q, k, v, o, lse, problem)
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
+        return _one_output(
+            attention(
+                q,
+                k,
+                v,
+                is_causal=problem.is_causal,
+                causal_alignment=problem.causal_alignment,
+                scale=problem.scale,
+                backend=self.name,
+            )
+        )
+
     def chosen(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     def call(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        o = attention(q, k, v, backend=self.name)
-        if isinstance(o, tuple):
-            raise TypeError("attention returned a pair though lse was not asked for")
-        return o
+        return _one_output(attention(q, k, v, backend=self.name))
 
 
 class SdpaContender:
@@ -150,15 +158,9 @@ class SdpaContender:
             q, k, v = _leaves(q, k, v)
         if reasons := self._refusals(q, k, v, problem):
             raise Unsupported(self.name, reasons, problem)
-        options = {
-            "is_causal": problem.is_causal,
-            "scale": problem.scale,
-            "enable_gqa": problem.num_kv_heads != problem.num_heads,
-        }
 
         def forward() -> Outputs:
-            with self.chosen():
-                return (F.scaled_dot_product_attention(q, k, v, **options),)
+            return (self.attend(q, k, v, problem),)
 
         if direction == "forward":
             return forward
@@ -166,6 +168,17 @@ class SdpaContender:
             return lambda: torch.autograd.grad(forward(), (q, k, v), do)
         (o,) = forward()
         return lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
+        with self.chosen():
+            return F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                is_causal=problem.is_causal,
+                scale=problem.scale,
+                enable_gqa=problem.num_kv_heads != problem.num_heads,
+            )
 
     def chosen(self) -> AbstractContextManager[object]:
         return nullcontext() if self.kernel is None else sdpa_kernel(self.kernel)
@@ -248,6 +261,10 @@ class FlashAttn4Contender:
     def call(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self._attend(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
+        options = {"softmax_scale": problem.scale, "causal": problem.is_causal}
+        return self._attend(*(t.transpose(1, 2) for t in (q, k, v)), **options).transpose(1, 2)
+
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         from flash_attn.cute import flash_attn_func
 
@@ -280,16 +297,8 @@ class FlexContender:
         return reasons
 
     def prepare(self, direction: Timed, inputs: Inputs, problem: Problem) -> Run:
-        from torch.nn.attention.flex_attention import create_block_mask
-
         q, k, v, do, _ = inputs
-        options = {"scale": problem.scale, "enable_gqa": problem.num_kv_heads != problem.num_heads}
-        if problem.is_causal:
-            offset = problem.causal_offset
-            options["block_mask"] = create_block_mask(
-                lambda batch, head, i, j: j <= i + offset,
-                None, None, problem.seqlen_q, problem.seqlen_k, device=q.device,
-            )  # fmt: skip
+        options = self._options(problem, q.device)
         flex = _compiled_flex()
         if direction == "forward":
             return lambda: (flex(q, k, v, **options),)
@@ -305,6 +314,31 @@ class FlexContender:
     def call(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         o: Tensor = _compiled_flex()(q, k, v)
         return o
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
+        o: Tensor = _compiled_flex()(q, k, v, **self._options(problem, q.device))
+        return o
+
+    def _options(self, problem: Problem, device: torch.device) -> dict[str, Any]:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        options: dict[str, Any] = {
+            "scale": problem.scale,
+            "enable_gqa": problem.num_kv_heads != problem.num_heads,
+        }
+        if problem.is_causal:
+            offset = problem.causal_offset
+            options["block_mask"] = create_block_mask(
+                lambda batch, head, i, j: j <= i + offset,
+                None, None, problem.seqlen_q, problem.seqlen_k, device=device,
+            )  # fmt: skip
+        return options
+
+
+def _one_output(o: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    if isinstance(o, tuple):
+        raise TypeError("attention returned a pair though lse was not asked for")
+    return o
 
 
 def _leaves(*tensors: Tensor) -> tuple[Tensor, ...]:

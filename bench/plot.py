@@ -56,7 +56,7 @@ def plot_card(records: list[Record], title: str, path: Path) -> None:
             for name in names:
                 points = sorted((r["seqlen_q"], r["tflops"]) for r in panel if r["backend"] == name)
                 if points:
-                    axis.plot(*zip(*points, strict=True), label=name, **_style(name))
+                    axis.plot(*zip(*points, strict=True), label=name, **style_of(name))
             axis.set_title(f"{direction}{', causal' * causal}, head_dim {head_dim}", fontsize=9)
             axis.set_xscale("log", base=2)
             seqlens = sorted({r["seqlen_q"] for r in records})
@@ -89,7 +89,8 @@ def _order(name: str) -> int:
     return list(COLOURS).index(name) if name in COLOURS else len(COLOURS)
 
 
-def _style(name: str) -> dict:
+def style_of(name: str) -> dict:
+    """How a contender's line looks: backends drawn through, others dashed."""
     own = not is_yardstick(name)
     return {
         "color": COLOURS.get(name, "#000000"),
