@@ -42,8 +42,8 @@ def _what(trained: list[Record]) -> str:
         f"A GPT of {one['layers']} layers, {one['num_heads']} heads of {one['head_dim']} and "
         f"{one['parameters'] / 1e6:.1f} million parameters learns Python's own documentation "
         f"({one['text_bytes'] / 1e6:.2f} MB of bytes, `pydoc_data.topics`): {one['steps']} steps "
-        f"of {one['batch']} x {one['seqlen']} bytes, attention in {one['dtype']}. Weights and batches "
-        "are the same in all runs."
+        f"of {one['batch']} x {one['seqlen']} bytes, attention in {one['dtype']}. Weights and "
+        "batches are the same in all runs."
     )
 
 
