@@ -76,7 +76,10 @@ def main(argv: list[str] | None = None) -> int:
     console.print(race.tables())
     for entrant, outcome in race.failures():
         console.print(f"{outcome.verdict.upper()}: {entrant.id}", style="red", highlight=False)
-    out = arguments.out or (RESULTS / f"{_slug(race.output_json)}.json" if arguments.save else None)
+    out = arguments.out
+    if arguments.save:
+        card = (race.output_json or {}).get("machine_info", {}).get("card")
+        out = RESULTS / f"{slug(card)}.json"
     if out is not None and race.output_json is not None:
         write_results(race.output_json, out)
         console.print(f"wrote {out}", highlight=False)
@@ -209,20 +212,27 @@ def _without_variable(name: str) -> Iterator[None]:
 
 
 def write_results(results: dict[str, Any], path: Path) -> None:
-    """pytest-benchmark's JSON with one line for each record, so that a change is read as such."""
-    head = {key: value for key, value in results.items() if not isinstance(value, list)}
-    lines = json.dumps(head, indent=1, ensure_ascii=False).removesuffix("\n}")
-    for key in ("no_number", "benchmarks"):
-        items = ",\n  ".join(json.dumps(item, ensure_ascii=False) for item in results[key])
-        lines += f',\n "{key}": [\n  {items}\n ]'
+    """JSON with one line for each record, so that a change is read as such."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(lines + "\n}\n")
+    path.write_text(_json(results, "") + "\n")
 
 
-def _slug(results: dict[str, Any] | None) -> str:
-    """The card's name as a file name: "NVIDIA H200" is nvidia-h200."""
-    card = (results or {}).get("machine_info", {}).get("card") or "cpu"
-    return "-".join("".join(c if c.isalnum() else " " for c in card.lower()).split())
+def _json(value: Any, indent: str) -> str:
+    """Objects down to lists of objects over several lines, an item of such a list in one."""
+    inner = indent + " "
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        lines = (json.dumps(item, ensure_ascii=False) for item in value)
+        return "[\n" + ",\n".join(inner + line for line in lines) + f"\n{indent}]"
+    if isinstance(value, dict) and value:
+        lines = (f"{json.dumps(key)}: {_json(item, inner)}" for key, item in value.items())
+        return "{\n" + ",\n".join(inner + line for line in lines) + f"\n{indent}}}"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def slug(card: str | None) -> str:
+    """A card's name as a file name: "NVIDIA H200" is nvidia-h200; a machine's without is cpu."""
+    words = "".join(c if c.isalnum() else " " for c in (card or "cpu").lower()).split()
+    return "-".join(words)
 
 
 if __name__ == "__main__":

@@ -77,8 +77,8 @@ def judge(records: list[Record]) -> None:
 
 
 def smoothed(losses: list[float]) -> list[float]:
-    """The mean of each SMOOTHED_OVER losses in a row, or of all where there are fewer."""
-    n = min(SMOOTHED_OVER, len(losses))
+    """The mean of each SMOOTHED_OVER losses in a row, or of a quarter where they are few."""
+    n = max(1, min(SMOOTHED_OVER, len(losses) // 4))
     return [sum(losses[i : i + n]) / n for i in range(len(losses) - n + 1)]
 
 

@@ -163,7 +163,7 @@ def test_what_a_variant_cannot_run_it_refuses_with_the_reason(variant, changes, 
 def test_strides_that_the_copy_engine_cannot_take_are_refused_by_its_tiles():
     problem = _problem(seqlen_q=8, head_dim=64)
     x = torch.empty(2, 4, 64, 8, dtype=problem.dtype).transpose(2, 3)
-    with pytest.raises(Unsupported, match="'tilelang:64x64w4s2' cannot run .* unit stride"):
+    with pytest.raises(Unsupported, match=r"'tilelang:64x64w4s2' cannot run .* unit stride"):
         registry.get("tilelang:64x64w4s2").forward(x, x, x, problem)
 
 
