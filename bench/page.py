@@ -57,6 +57,11 @@ def markdown(sections: Iterable[Section], level: int, image: Callable[[Plot], st
     return "\n".join(_lines(sections, level, image)).strip() + "\n"
 
 
+def markdown_of(blocks: Iterable[Block], image: Callable[[Plot], str]) -> str:
+    """Blocks in Markdown without a heading."""
+    return "\n\n".join("\n".join(_block(block, image)) for block in blocks)
+
+
 def _lines(sections: Iterable[Section], level: int, image: Callable[[Plot], str]) -> Iterator[str]:
     for section in sections:
         if section.is_folded:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 import tempfile
@@ -43,6 +42,7 @@ def main(argv: list[str] | None = None) -> int:
 
     from rich.console import Console
 
+    from flash_rosetta.bench import card as cards
     from flash_rosetta.bench.plugin import WIDTH, RaceOptions, RacePlugin
     from flash_rosetta.bench.workloads import DIRECTIONS
 
@@ -77,11 +77,12 @@ def main(argv: list[str] | None = None) -> int:
     for entrant, outcome in race.failures():
         console.print(f"{outcome.verdict.upper()}: {entrant.id}", style="red", highlight=False)
     out = arguments.out
-    if arguments.save:
-        card = (race.output_json or {}).get("machine_info", {}).get("card")
-        out = RESULTS / f"{slug(card)}.json"
-    if out is not None and race.output_json is not None:
-        write_results(race.output_json, out)
+    if race.output_json is not None and arguments.save:
+        out = RESULTS / f"{cards.slug(race.output_json['machine_info']['card'])}.json"
+        if out.exists():
+            race.output_json["parts"] = cards.read(out).get("parts", {})
+    if race.output_json is not None and out is not None:
+        cards.write(race.output_json, out)
         console.print(f"wrote {out}", highlight=False)
     return status
 
@@ -138,7 +139,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--save",
         action="store_true",
-        help="write bench/results/CARD.json in this checkout; needs --workload all, unfiltered",
+        help="write bench/results/CARD.json in this checkout, and keep the parts beside the race "
+        "that it has; needs --workload all, unfiltered",
     )
     return parser
 
@@ -209,30 +211,6 @@ def _without_variable(name: str) -> Iterator[None]:
     finally:
         if value is not None:
             os.environ[name] = value
-
-
-def write_results(results: dict[str, Any], path: Path) -> None:
-    """JSON with one line for each record, so that a change is read as such."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(_json(results, "") + "\n")
-
-
-def _json(value: Any, indent: str) -> str:
-    """Objects down to lists of objects over several lines, an item of such a list in one."""
-    inner = indent + " "
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        lines = (json.dumps(item, ensure_ascii=False) for item in value)
-        return "[\n" + ",\n".join(inner + line for line in lines) + f"\n{indent}]"
-    if isinstance(value, dict) and value:
-        lines = (f"{json.dumps(key)}: {_json(item, inner)}" for key, item in value.items())
-        return "{\n" + ",\n".join(inner + line for line in lines) + f"\n{indent}}}"
-    return json.dumps(value, ensure_ascii=False)
-
-
-def slug(card: str | None) -> str:
-    """A card's name as a file name: "NVIDIA H200" is nvidia-h200; a machine's without is cpu."""
-    words = "".join(c if c.isalnum() else " " for c in (card or "cpu").lower()).split()
-    return "-".join(words)
 
 
 if __name__ == "__main__":

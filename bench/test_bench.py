@@ -15,11 +15,11 @@ import torch
 
 from flash_rosetta import Unsupported, registry
 from flash_rosetta.bench import contenders as contenders_module
-from flash_rosetta.bench import heat, readme, report, support, timing, workloads
+from flash_rosetta.bench import heat, report, support, timing, workloads
 from flash_rosetta.bench.contenders import SDPA, BackendContender, SdpaContender, contenders
 from flash_rosetta.bench.heat import run_heat
 from flash_rosetta.bench.judge import Judge
-from flash_rosetta.bench.race import main, write_results
+from flash_rosetta.bench.race import main
 from flash_rosetta.bench.workloads import Workload
 from flash_rosetta.problem import Problem
 
@@ -473,52 +473,6 @@ def test_tables_show_numbers_and_those_without(synthetic):
     assert list(report.notes(without)) == [
         "cute wrong in minilm-l6-layer0-long d32 n102 b1 h12: o: row error"
     ]
-
-
-def test_readme_sections_and_plot_come_from_the_results(synthetic, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    results = tmp_path / "bench" / "results"
-    file = tmp_path / "README.md"
-    file.write_text(
-        "before\n<!-- support:begin -->\n<!-- support:end -->\nbetween\n"
-        "<!-- results:begin -->\nold\n<!-- results:end -->\nafter\n"
-    )
-    arguments = ["--root", str(tmp_path)]
-    assert readme.main([*arguments, "--check"]) == 1
-    assert readme.main(arguments) == 0
-    assert readme.NO_RESULTS in file.read_text()
-    assert readme.main([*arguments, "--check"]) == 0
-
-    write_results(synthetic, results / "imaginary-9000.json")
-    assert json.loads((results / "imaginary-9000.json").read_text()) == synthetic
-    capsys.readouterr()
-    assert readme.main([*arguments, "--check"]) == 1
-    assert "out of date" in capsys.readouterr().err
-    assert readme.main(arguments) == 0
-    assert readme.main([*arguments, "--check"]) == 0
-    assert (results / "imaginary-9000.png").read_bytes().startswith(b"\x89PNG")
-    text = file.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("after\n")
-    assert "old" not in text
-    for expected in (
-        "### Imaginary 9000",
-        "(bench/results/imaginary-9000.png)",
-        "| d128 n16384 causal b1 h16 | 491 (83 %) | **589** | **589** | 324 |",
-        "| `triton` | forward | grid | 0.83 (24) | 1.52 (24) |  |  |",
-        "<details><summary>forward, standard normal inputs",
-        "<details><summary>backward, captured inputs as they are",
-        "`sdpa-default` launched `sdpa-cudnn` in 64 of 64 heats.",
-        "| backward, d256 | 0.50 |",
-        "| gradients wanted | 44 |",
-        "- `cute`, forward, captured-minilm-l6-layer0-long `b1_h12_q102_k102_d32_bf16`: o: row",
-    ):
-        assert expected in text
-
-
-def test_a_readme_without_markers_is_refused():
-    with pytest.raises(ValueError, match="<!-- results:begin -->"):
-        readme.replace_section("no markers", "results", "text")
 
 
 def test_support_table_names_every_backend_and_no():

@@ -225,7 +225,7 @@ def pins() -> dict[str, Version]:
 
 def test_every_requirement_has_a_pin_that_satisfies_it(project):
     extras = project["project"]["optional-dependencies"]
-    assert set(extras) == {"triton", "tilelang", "cute", "test", "bench"}
+    assert set(extras) == {"triton", "tilelang", "cute", "test", "bench", "models"}
     texts = project["project"]["dependencies"] + [
         text for extra in extras.values() for text in extra
     ]
@@ -257,7 +257,7 @@ def test_the_wheel_has_every_module_and_all_data(project, folders, tmp_path):
     wanted = {
         f"{name.replace('.', '/')}/{path.relative_to(folder).as_posix()}"
         for name, folder in folders.items()
-        for pattern in ("*.py", "py.typed", "data/*", "results/*.json")
+        for pattern in ("*.py", "py.typed", "*.jinja", "data/*", "results/*.json")
         for path in folder.glob(pattern)
     }
     assert not wanted - shipped

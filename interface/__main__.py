@@ -10,7 +10,10 @@ COMMANDS = {
     "info": ("flash_rosetta.info", "this machine, each backend, and every reason why not"),
     "race": ("flash_rosetta.bench.race", "time the backends against PyTorch's own attention"),
     "measure": ("flash_rosetta.bench.measure", "all that the report of a card has, by one command"),
-    "report": ("flash_rosetta.bench.web", "results as Markdown, and as one page with plots"),
+    "report": (
+        "flash_rosetta.bench.report_command",
+        "results as Markdown, and as one page with plots",
+    ),
     "compare": ("flash_rosetta.bench.compare", "two results: what changed, and what is noise"),
     "train": ("flash_rosetta.bench.train", "train a small GPT with a backend's attention"),
     "conformance": ("flash_rosetta.conformance.__main__", "judge a backend: --backend NAME"),
