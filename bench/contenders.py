@@ -351,6 +351,7 @@ def _compiled_flex() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
     torch._dynamo.config.recompile_limit = 1024  # one for each problem of the race
+    torch._functorch.config.donated_buffer = False  # else a backward runs only once
     return torch.compile(flex_attention, dynamic=False)
 
 
