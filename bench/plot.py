@@ -82,7 +82,7 @@ def _draw(
             for name in names:
                 points = sorted((r["seqlen_q"], r["tflops"]) for r in here if r["backend"] == name)
                 if points:
-                    lines[name] = axis.plot(*zip(*points, strict=True), **_style(name))[0]
+                    lines[name] = axis.plot(*zip(*points, strict=True), **style_of(name))[0]
             axis.set_title(f"{direction}{', causal' * is_causal}, head_dim {head_dim}", fontsize=9)
             axis.set_xscale("log", base=2)
             axis.set_xticks(seqlens, [f"{n // 1024}k" if n >= 1024 else str(n) for n in seqlens])
@@ -108,7 +108,7 @@ def _order(name: str) -> int:
     return list(COLOURS).index(name) if name in COLOURS else len(COLOURS)
 
 
-def _style(name: str) -> dict[str, Any]:
+def style_of(name: str) -> dict[str, Any]:
     own = not is_yardstick(name)
     return {
         "color": COLOURS.get(name, "#888888"),

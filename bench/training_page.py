@@ -68,7 +68,8 @@ def _verdict(trained: list[Record]) -> str:
     worst = max(own, key=lambda r: r["deviation"])
     return (
         f"{len(own)} of {len(own)} backends train within the noise: the furthest, "
-        f"`{worst['backend']}`, is at most {worst['deviation']:.4f} nats per byte off, of {worst['band']:.4f} allowed."
+        f"`{worst['backend']}`, is at most {worst['deviation']:.4f} nats per byte off, "
+        f"of {worst['band']:.4f} allowed."
     )
 
 
