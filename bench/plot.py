@@ -109,6 +109,7 @@ def _order(name: str) -> int:
 
 
 def style_of(name: str) -> dict[str, Any]:
+    """How a contender's line looks: backends drawn through, others dashed."""
     own = not is_yardstick(name)
     return {
         "color": COLOURS.get(name, "#888888"),

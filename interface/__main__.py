@@ -12,7 +12,7 @@ COMMANDS = {
     "measure": ("flash_rosetta.bench.measure", "all that the report of a card has, by one command"),
     "report": (
         "flash_rosetta.bench.report_command",
-        "results as Markdown, and as one page with plots",
+        "results as Markdown, as plots, as one page",
     ),
     "compare": ("flash_rosetta.bench.compare", "two results: what changed, and what is noise"),
     "train": ("flash_rosetta.bench.train", "train a small GPT with a backend's attention"),
