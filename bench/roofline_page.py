@@ -102,7 +102,7 @@ def _draw(points: list[tuple[Record, float]], roof: Roof) -> Any:
 
     figure, axis = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
     found = [x for _, x in points]
-    left, right = min(*found, roof.ridge) / 2, max(*found, roof.ridge) * 2
+    left, right = min(*found, roof.ridge) / 5, max(*found, roof.ridge) * 2
     xs = [left, roof.ridge, right]
     axis.plot(xs, [roof.at(x) / 1e12 for x in xs], color="#888888", linewidth=1.6)
     for name in dict.fromkeys(record["backend"] for record, _ in points):
@@ -123,11 +123,14 @@ def _draw(points: list[tuple[Record, float]], roof: Roof) -> Any:
         textcoords="offset points", ha="right", fontsize=8,
     )  # fmt: skip
     axis.annotate(
-        f"memory, {roof.bandwidth / 1e9:,.0f} GB/s", (left, roof.at(left) / 1e12), xytext=(8, 0),
-        textcoords="offset points", fontsize=8, va="top",
+        f"memory, {roof.bandwidth / 1e9:,.0f} GB/s", (left, roof.at(left) / 1e12), xytext=(12, 2),
+        textcoords="offset points", fontsize=8,
     )  # fmt: skip
     axis.set_xscale("log")
     axis.set_yscale("log")
+    ticks = [t for t in (10, 20, 50, 100, 200, 500, 1000) if t >= roof.at(left) / 2e12]
+    axis.set_yticks(ticks, ticks)
+    axis.yaxis.set_minor_formatter("")
     axis.set_xlabel("FLOPs per byte")
     axis.set_ylabel("TFLOP/s")
     axis.grid(alpha=0.25, which="both")
