@@ -20,7 +20,8 @@ NOT_MEASURED = "Not measured on this card."
 class Chapter:
     """`name` is a key of PARTS, or "race"; `note` says when and of what it was measured, or not.
 
-    `details` are sections that the README has no room for.
+    `lead` is a sentence less its capital and its full stop; `details` are sections that the README
+    has no room for.
     """
 
     name: str
@@ -96,6 +97,11 @@ def _note(measured: dict[str, Any]) -> str:
     if "error" in measured:
         return f"Measuring it {when} failed: `{measured['error']}`"
     return f"Measured {when}" + (f" in {s:.0f} s." if (s := measured.get("seconds")) else ".")
+
+
+def sentence(lead: str) -> str:
+    """A lead with its capital and its full stop."""
+    return f"{lead[0].upper()}{lead[1:]}."
 
 
 def without_plots(sections: Iterable[Section]) -> list[Section]:

@@ -173,19 +173,20 @@ def sections(card: Card) -> list[Section]:
         *_memory(grid),
         *_host(records),
         *_missing(card.get("no_number", [])),
-        *(
-            section
-            for direction in DIRECTIONS
-            for kind in KINDS
-            for section in _heats(records, direction, kind)
-        ),
+        *(s for direction in DIRECTIONS[:2] for s in _heats(records, direction, "grid")),
     ]
 
 
 def details(card: Card) -> list[Section]:
     """What only the page has."""
     records = cards.records(card)
-    found = []
+    found = [
+        section
+        for kind in KINDS
+        for direction in DIRECTIONS
+        if kind != "grid" or direction not in DIRECTIONS[:2]
+        for section in _heats(records, direction, kind)
+    ]
     if any(r["workload"] == "grid" and r["tflops"] for r in records):
         plot = Plot(
             "grid",

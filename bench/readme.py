@@ -19,11 +19,14 @@ from rich.console import Console
 from flash_rosetta.bench import card as cards
 from flash_rosetta.bench import report_command
 from flash_rosetta.bench.card import Card
-from flash_rosetta.bench.chapters import NOT_MEASURED, Report, reports, without_plots
+from flash_rosetta.bench.chapters import NOT_MEASURED, Report, reports, sentence, without_plots
 from flash_rosetta.bench.page import Plot, markdown, markdown_of
 from flash_rosetta.bench.parts import Lab
 
 HERE = Path(__file__).parent
+OPEN = ("race", "ladder")
+"""Chapters that the README does not fold."""
+
 NO_RESULTS = "No race on a GPU has been committed yet, so there is nothing to show here."
 
 
@@ -99,7 +102,7 @@ def results_markdown(made: Mapping[Path, Report]) -> str:
 def _report_lines(path: Path, report: Report) -> Iterator[str]:
     yield f"### {report.name}"
     facts = ", ".join(f"{label} {value}" for label, value in report.facts.items())
-    yield f"{facts[0].upper()}{facts[1:]}."
+    yield sentence(facts)
     yield (
         f"[`{path.name}`]({_beside(path, '.json')}) has every figure, "
         f"[`{path.stem}.html`]({_beside(path, '.html')}) every table and plot: one page that needs "
@@ -108,10 +111,14 @@ def _report_lines(path: Path, report: Report) -> Iterator[str]:
     for chapter in report.chapters:
         if chapter.note == NOT_MEASURED:
             continue
-        yield f"#### {chapter.title}: {chapter.lead}"
+        title = f"{chapter.title}: {chapter.lead}"
+        is_open = chapter.name in OPEN
+        yield f"#### {title}" if is_open else f"<details><summary>{title}</summary>"
         yield chapter.note
         if sections := without_plots(chapter.sections):
             yield markdown(sections, 5, lambda plot: "").strip()
+        if not is_open:
+            yield "</details>"
     if missing := [c.name for c in report.chapters if c.note == NOT_MEASURED]:
         yield f"Not measured on this card: {', '.join(missing)}."
 

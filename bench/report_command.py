@@ -13,7 +13,7 @@ from rich.console import Console
 
 from flash_rosetta.bench import card as cards
 from flash_rosetta.bench.card import Card
-from flash_rosetta.bench.chapters import Report, reports, without_plots
+from flash_rosetta.bench.chapters import Report, reports, sentence, without_plots
 from flash_rosetta.bench.page import Plot, Section, Text, markdown
 from flash_rosetta.bench.parts import Lab
 from flash_rosetta.bench.race import RESULTS
@@ -102,7 +102,7 @@ def _markdown(report: Report, folder: Path | None) -> str:
     facts = ", ".join(f"{label} {value}" for label, value in report.facts.items())
     parts = [write_sections([Section(report.name, (Text(facts), *report.headline))], 1)]
     for chapter in report.chapters:
-        parts += [f"## {chapter.title}\n\n{chapter.lead.capitalize()}. {chapter.note}\n"]
+        parts += [f"## {chapter.title}\n\n{sentence(chapter.lead)} {chapter.note}\n"]
         if sections := (*chapter.sections, *chapter.details):
             parts += [write_sections(sections, 3)]
     return "\n".join(parts)

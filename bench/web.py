@@ -10,7 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from flash_rosetta.bench import card as cards
-from flash_rosetta.bench.chapters import Report
+from flash_rosetta.bench.chapters import Report, sentence
 from flash_rosetta.bench.page import Plot, Table, Text
 from flash_rosetta.bench.plot import COLOURS
 
@@ -36,6 +36,7 @@ def page(reports: Sequence[Report], sources: Sequence[str], drawings: Mapping[Pl
     )
     environment.filters["inline"] = inline
     environment.filters["anchor"] = cards.slug
+    environment.filters["sentence"] = sentence
     environment.filters["svg"] = lambda plot: Markup(drawings.get(plot, ""))
     environment.tests |= {
         kind.__name__.lower(): lambda block, kind=kind: isinstance(block, kind)
