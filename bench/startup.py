@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from flash_rosetta import registry
+from flash_rosetta.backend import Unsupported
 from flash_rosetta.bench.contenders import OTHERS, contender
 from flash_rosetta.bench.page import Section, Table, Text
 from flash_rosetta.bench.parts import Lab, Record
@@ -102,6 +103,8 @@ def start(name: str, device: torch.device) -> dict[str, float]:
     inputs = problem.inputs(device)
     begin = perf_counter()
     runner = contender(name)
+    if reasons := runner.why_not(problem):
+        raise Unsupported(name, reasons, problem)
     for direction in DIRECTIONS:
         runner.prepare(direction, inputs, problem)()
         if device.type == "cuda":

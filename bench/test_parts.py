@@ -1,0 +1,364 @@
+"""The parts of a measurement beside the race: what they measure, and the pages made of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flash_rosetta import Problem, registry
+from flash_rosetta.bench import (
+    ladder,
+    ladder_page,
+    profile,
+    profile_page,
+    roofline,
+    roofline_page,
+    startup,
+    sweep,
+    sweep_page,
+    warm,
+)
+from flash_rosetta.bench.page import Plot, Section, markdown
+from flash_rosetta.bench.parts import PARTS, Lab, as_part, load
+from flash_rosetta.bench.warm import Compiled, Job
+from flash_rosetta.variants import RUNGS, ForwardTileSize
+
+CPU = torch.device("cpu")
+SIZES = [ForwardTileSize(q, k, 4, s) for q in (64, 128) for k in (32, 64) for s in (2, 3)]
+
+
+class Stepwise:
+    """A backend with variants, all of which are the reference; some refuse, one is wrong."""
+
+    name = "stepwise"
+    wrong = "mask"
+    refused = "specialize"
+
+    def __init__(self, variant: str | None = None):
+        self.variant = variant
+        if variant:
+            self.name = f"stepwise:{variant}"
+        self.reference = registry.get("reference")
+
+    def why_not(self, problem):
+        if self.variant == self.refused:
+            return ["this language has no such thing"]
+        if self.variant == str(SIZES[-1]):
+            return ["shared memory of it is 999999 bytes, and cpu has none"]
+        return self.reference.why_not(problem)
+
+    def forward(self, q, k, v, problem):
+        o, lse = self.reference.forward(q, k, v, problem)
+        return (o * 1.1 if self.variant == self.wrong else o), lse
+
+    def backward(self, *arguments):
+        return self.reference.backward(*arguments)
+
+    def rung(self, name):
+        return Stepwise(name)
+
+    def tile_sizes(self, problem):
+        return SIZES
+
+    def with_tile(self, size):
+        return Stepwise(str(size))
+
+    def shared_bytes(self, size, problem):
+        return (size.tile_q + 2 * size.num_stages * size.tile_k) * problem.head_dim * 2
+
+
+@pytest.fixture
+def stepwise(monkeypatch):
+    backend = registry.register(Stepwise())
+    # What other processes would compile, they would not find registered.
+    for module in (ladder, sweep):
+        monkeypatch.setattr(
+            module, "compile_all", lambda jobs, lab: {job: Compiled(1.5, None) for job in jobs}
+        )
+    monkeypatch.setattr(sweep, "TOKENS", 64)
+    monkeypatch.setattr(sweep, "SEQLEN", 64)
+    monkeypatch.setattr(sweep, "HIDDEN", 128)
+    yield backend
+    registry.unregister("stepwise")
+
+
+@pytest.fixture
+def lab():
+    return Lab(CPU, backends=("stepwise",))
+
+
+def rendered(sections: list[Section], tmp_path) -> str:
+    """The sections' Markdown; every plot is drawn as well."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    for section in sections:
+        for block in section.blocks:
+            if isinstance(block, Plot):
+                figure = block.draw()
+                figure.savefig(tmp_path / f"{block.name}.png")
+                assert (tmp_path / f"{block.name}.png").stat().st_size > 2000
+                plt.close(figure)
+    return markdown(sections, 3, lambda plot: f"{plot.name}.png")
+
+
+def timed(records, rate):
+    """Records of a CPU with the rates that a GPU would have given them."""
+    return [r | ({"tflops": rate(r)} if r.get("verdict") == "right" else {}) for r in records]
+
+
+def test_every_part_measures_and_shows():
+    for name in PARTS:
+        module = load(name)
+        assert callable(module.measure)
+        assert callable(module.sections)
+
+
+def test_the_ladder_judges_every_rung_before_it_times_it(stepwise, lab):
+    records = ladder.measure(lab)
+    speed = {(r["rung"]): r for r in records if r["kind"] == "speed"}
+    assert list(speed) == [rung.name for rung in RUNGS]
+    for rung in RUNGS:
+        assert speed[rung.name]["direction"] == rung.direction
+    assert speed["specialize"]["verdict"] == "skipped"
+    assert speed["specialize"]["reasons"] == ["this language has no such thing"]
+    assert speed["mask"]["verdict"] == "wrong"
+    assert "ms" not in speed["mask"], "a wrong kernel has a time"
+    assert {r["verdict"] for r in speed.values()} == {"right", "wrong", "skipped"}
+    assert all(r["compile_s"] == 1.5 for r in speed.values() if r["verdict"] == "right")
+    exact = [r for r in records if r["kind"] == "accuracy"]
+    assert {(r["rung"], r["inputs"]) for r in exact} == {
+        (rung, inputs) for rung in ("exp2", "cast") for inputs in ("normal", "peaked")
+    }
+    assert all(0 < r["rel_error"] < 1e-2 for r in exact)
+
+
+def test_the_ladders_page_says_what_its_numbers_say(stepwise, lab, tmp_path):
+    rates = {rung.name: 100.0 for rung in RUNGS} | {
+        "baseline": 10.0, "tiles": 40.0, "skip": 40.2, "exp2": 80.0, "cast": 72.0,
+        "tma": 72.0, "overlap": 144.0, "second-pass": 50.0, "atomics": 75.0,
+    }  # fmt: skip
+    records = timed(ladder.measure(lab), lambda r: rates[r["rung"]])
+    text = rendered(ladder_page.sections({"records": records}, {}), tmp_path)
+    assert (
+        "**stepwise** climbs x 14.4 in all: `tiles` x 4.00, `overlap` x 2.00, `exp2` x 1.99" in text
+    )
+    assert "Within 2 %: `skip`, `tma`." in text
+    assert "Slower with it: `cast` x 0.90." in text
+    assert "`stepwise:specialize` skipped: this language has no such thing." in text
+    assert "`stepwise:mask` wrong: " in text
+    assert "x 1.50 in stepwise" in text
+    assert "50.0 / 75.0" in text
+    assert rendered(ladder_page.sections({"records": []}, {}), tmp_path).count("No rung") == 1
+
+
+def test_a_sweep_has_every_size_and_what_it_costs(stepwise, lab, tmp_path):
+    records = sweep.measure(lab)
+    sizes = [r for r in records if r["kind"] == "size" and r["head_dim"] == 64]
+    assert [r["size"] for r in sizes] == [str(size) for size in SIZES]
+    assert [r["shared_bytes"] for r in sizes[:2]] == [(64 + 4 * 32) * 128, (64 + 6 * 32) * 128]
+    assert [r["verdict"] for r in sizes] == ["right"] * 7 + ["skipped"]
+    cost = next(r for r in records if r["kind"] == "cost")
+    assert cost["sizes"] == 8, "the shipped tile and seven others"
+    assert cost["compile_s"] == 7 * 1.5
+    rated = timed(records, lambda r: 500.0 if r["size"] == "128x32w4s3" else 300.0)
+    text = rendered(sweep_page.sections({"records": rated}, {}), tmp_path)
+    assert "best of 7 sizes is `128x32w4s3`, 500 TFLOP/s; what ships reached 300" in text
+    assert "1 sizes have no rate" in text
+    assert "| `stepwise`, head_dim 64 | 8 | 10 |" in text or "| 8 | 11 |" in text
+
+
+def test_compiling_together_tells_what_failed_and_goes_on():
+    problem = Problem(batch=3, num_heads=2, seqlen_q=24, head_dim=8, dtype=torch.float32)
+    jobs = [
+        Job("reference", problem, "forward"),
+        Job("reference", problem, "backward"),
+        Job("reference", problem, "backward"),
+        Job("cute", problem, "forward"),
+        Job("nobody", problem, "forward"),
+    ]
+    found = warm.compile_all(jobs, Lab(CPU), processes=2)
+    assert set(found) == set(jobs)
+    assert found[jobs[0]].error is None
+    assert found[jobs[1]].seconds >= 0
+    assert "target cpu" in found[jobs[3]].error
+    assert "nobody" in found[jobs[4]].error
+    assert warm.compile_all([], Lab(CPU)) == {}
+
+
+def test_a_compiler_that_hangs_is_given_up(monkeypatch):
+    monkeypatch.setattr(warm, "TIMEOUT", 0.01)
+    problem = Problem(batch=1, num_heads=2, seqlen_q=24, head_dim=8, dtype=torch.float32)
+    job = Job("reference", problem, "forward")
+    assert "took longer than" in warm.compile_all([job], Lab(CPU))[job].error
+
+
+def test_the_roofline_needs_a_gpu():
+    with pytest.raises(ValueError, match="device cpu"):
+        roofline.measure(Lab(CPU))
+
+
+def race_record(backend, direction, **sizes):
+    problem = Problem(batch=2, num_heads=16, seqlen_q=8192, head_dim=128, **sizes)
+    return {
+        "backend": backend, "direction": direction, "workload": "grid", "problem": problem.id,
+        "tflops": 600.0, "seqlen_q": 8192, "seqlen_k": 8192, "head_dim": 128, "batch": 2,
+        "num_heads": 16, "num_kv_heads": 16, "is_causal": problem.is_causal,
+    }  # fmt: skip
+
+
+def test_the_roofline_places_every_kernel(tmp_path):
+    part = {
+        "records": [
+            {
+                "matmul_tflops": 750.0,
+                "matmul_size": 8192,
+                "copy_gbps": 4000.0,
+                "copy_bytes": 1 << 32,
+            }
+        ]
+    }
+    records = [
+        race_record(name, direction)
+        for name in ("triton", "sdpa-cudnn", "sdpa-math")
+        for direction in ("forward", "backward")
+    ]
+    card = {"machine_info": {}, "benchmarks": [{"extra_info": r} for r in records]}
+    text = rendered(roofline_page.sections(part, card), tmp_path)
+    # 4 n^2 d flops over 4 n d numbers of 2 bytes and n of 4: n / 2, less what lse adds.
+    assert "below 188 FLOPs a byte" in text
+    assert "| `triton` | forward, d128 n8192 b2 h16 | 4080 | 600 | 80 % |" in text
+    assert "sdpa-math" not in text
+    roof = roofline_page.Roof(750e12, 4e12)
+    assert roof.at(10) == 4e13
+    assert roof.at(1000) == 750e12
+    empty = card | {"benchmarks": []}
+    assert "below 188" in rendered(roofline_page.sections(part, empty), tmp_path)
+
+
+CSV = '''==PROF== Connected to process 7
+"ID","Kernel Name","thread Domain:Push/Pop_Range","gpu__time_duration.sum","dram__bytes_read.sum",\
+"sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",\
+"sm__pipe_tensor_cycles_active.max.pct_of_peak_sustained_active","launch__registers_per_thread",\
+"smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio",\
+"smsp__average_warps_issue_stalled_selected_per_issue_active.ratio"
+"","","","nsecond","Mbyte","%","%","register/thread","inst","inst"
+"0","forward_kernel(int)","""<default domain>:forward:none""","1,015,600","201.4","58.5",\
+"99","138","1.33","1"
+"1","dkdv_kernel","""<default domain>:backward:none""","1631800","272","72","99","240","no data","1"
+"2","preprocess_kernel","""<default domain>:backward:none""","35000","135","0.2","99","34","0.5","1"
+'''
+
+
+def test_nsight_computes_figures_are_read(monkeypatch, tmp_path):
+    ran = []
+    monkeypatch.setattr(profile.shutil, "which", lambda name: "/bin/ncu")
+    monkeypatch.setattr(
+        profile.subprocess,
+        "run",
+        lambda command, **options: ran.append(command) or SimpleNamespace(stdout=CSV, stderr=""),
+    )
+    forward, dkdv, preprocess = profile._profile("triton")
+    assert ran[0][-1] == "triton"
+    assert ran[0][ran[0].index("--clock-control") + 1] == "none", "clocks are not ours to change"
+    assert forward["kernel"] == "forward_kernel"
+    assert (forward["direction"], dkdv["direction"]) == ("forward", "backward")
+    assert forward["time_us"] == pytest.approx(1015.6)
+    assert forward["dram_read_mb"] == pytest.approx(201.4)
+    assert forward["tensor_pct"] == 58.5, "the mean over multiprocessors, not the highest"
+    assert forward["l2_hit_pct"] is None
+    assert forward["stalls"] == {"barrier": 1.33, "selected": 1.0}
+    assert dkdv["stalls"] == {"selected": 1.0}
+    records = [
+        forward,
+        dkdv,
+        preprocess,
+        {"backend": "cute", "verdict": "failed", "reasons": ["x"]},
+    ]
+    text = rendered(profile_page.sections({"records": records}, {}), tmp_path)
+    first, folded = text.split("<details>")
+    assert "`triton` forward, forward | 1016 | 58.5" in first
+    assert "preprocess" in folded
+    assert "preprocess" not in first
+    assert "barrier 1.33" in first
+    assert "selected" not in first
+    assert "`cute` failed: x" in first
+
+
+def test_a_machine_without_nsight_compute_says_so(monkeypatch, stepwise):
+    monkeypatch.setattr(profile.shutil, "which", lambda name: None)
+    monkeypatch.setattr(profile, "problem_on", lambda device: Problem(
+        batch=1, num_heads=1, seqlen_q=8, head_dim=8, dtype=torch.float32))  # fmt: skip
+    (record,) = profile.measure(Lab(CPU, backends=("stepwise",)))
+    assert record["verdict"] == "failed"
+    assert "ncu, Nsight Compute's command, is not on the PATH" in record["reasons"][0]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "short"),
+    [
+        ("dkdv_kernel", "dkdv"),
+        (
+            "kernel_cutlass_kernel_flash_rosettacute_implbackwardOnePass_object_at__tensor_0",
+            "OnePass",
+        ),
+        ("kernel_cutlass_kernel_flash_rosettacute_implforwardForward_object_at__0", "Forward"),
+        ("main_kernel", "main"),
+    ],
+)
+def test_kernels_are_called_what_their_source_calls_them(kernel, short):
+    assert profile_page.short_name(kernel) == short
+
+
+def test_a_start_is_cold_and_then_warm(tmp_path):
+    (record,) = startup.measure(Lab(CPU, backends=("reference",)))
+    assert record["verdict"] == "started"
+    for state in ("cold", "warm"):
+        assert set(record[state]) == {"forward", "backward"}
+        assert all(0 <= seconds < 60 for seconds in record[state].values())
+    text = rendered(startup.sections({"records": [record]}, {}), tmp_path)
+    assert f"| `reference` | {record['cold']['forward']:.2f} |" in text
+
+
+def test_a_start_that_fails_says_why(tmp_path):
+    (record,) = startup.measure(Lab(CPU, backends=("cute",)))
+    assert record["verdict"] == "failed"
+    assert "target cpu" in record["reasons"][0]
+    assert "`cute` failed" in rendered(startup.sections({"records": [record]}, {}), tmp_path)
+
+
+def test_caches_of_a_start_are_its_own(monkeypatch, tmp_path):
+    seen = []
+    real = subprocess.run
+
+    def run(command, env=None, **options):
+        seen.append({variable: env[variable] for variable in startup.CACHES})
+        return real([sys.executable, "-c", "print('{}')"], **options)
+
+    monkeypatch.setattr(startup.subprocess, "run", run)
+    startup._start("reference", CPU, tmp_path)
+    assert all(path.startswith(str(tmp_path)) for path in seen[0].values())
+    assert len(set(seen[0].values())) == len(startup.CACHES)
+
+
+def test_a_part_says_when_where_and_for_how_long_it_was_measured(monkeypatch):
+    monkeypatch.setattr(roofline, "measure", lambda lab: [{"a": 1}])
+    part = as_part("roofline", Lab(CPU))
+    assert part["records"] == [{"a": 1}]
+    assert part["seconds"] >= 0
+    assert "torch" in part["machine_info"]
+    json.dumps(part)
+
+
+def test_progress_is_a_line_where_there_is_no_terminal(capsys):
+    lab = Lab(CPU)
+    assert list(lab.track([1, 2], "things")) == [1, 2]
+    assert list(lab.track(iter([3]), "more", total=1)) == [3]
+    assert "things: 2 in" in capsys.readouterr().out
