@@ -11,12 +11,12 @@ ARGS ?=
 .PHONY: help race measure test lint readme clean
 
 help:
-	@echo "make race    race the backends against PyTorch's attention on this machine"
-	@echo "make measure everything that the report of a card has, into bench/results"
-	@echo "make test    run the whole conformance suite"
-	@echo "make lint    ruff, and mypy on the public API"
-	@echo "make readme  rewrite the generated parts of README.md, and the pages of bench/results"
-	@echo "make clean   remove .venv and what the tools cached"
+	@echo "make race     race the backends against PyTorch's attention on this machine"
+	@echo "make measure  everything that the report of a card has, into bench/results"
+	@echo "make test     run the whole conformance suite"
+	@echo "make lint     ruff, and mypy on the public API"
+	@echo "make readme   rewrite the generated parts of README.md, and the pages of bench/results"
+	@echo "make clean    remove .venv and what the tools cached"
 
 race: $(INSTALLED)
 	$(BIN)/python -m flash_rosetta race $(ARGS)

@@ -249,8 +249,11 @@ def test_measure_refuses_what_it_cannot_do(arguments, complaint, monkeypatch, ca
     assert complaint in capsys.readouterr().err
 
 
-def test_a_step_that_fails_or_dies_is_an_error_of_its_own():
-    arguments = measure._parser().parse_args([])
+def test_a_step_runs_in_a_process_and_an_error_of_its_own_is_kept():
+    arguments = measure._parser().parse_args(["--quick", "--backend", "reference"])
+    taken = measure._in_a_process("startup", has_gpu=False, arguments=arguments)
+    assert [record["backend"] for record in taken["records"]] == ["reference"]
+    assert "error" not in taken
     failed = measure._in_a_process("no_such_part", has_gpu=False, arguments=arguments)
     assert failed["error"].startswith("ModuleNotFoundError: No module named")
     assert failed["records"] == []
