@@ -2,7 +2,8 @@
 
 Each contender starts in a process of its own, first with all caches empty, then again with what
 that left. What is counted begins before the backend is imported and ends when the result is there;
-importing PyTorch and starting the GPU come before.
+importing PyTorch and starting the GPU come before. Contenders start side by side, two cores for
+each: they compile for seconds, on one.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -48,17 +50,20 @@ def measure(lab: Lab) -> list[Record]:
     """A record for each contender: seconds to the first forward and the first backward."""
     problem = _problem(lab.device)
     names = list(lab.backends) or _names(problem)
-    records: list[Record] = []
-    for name in lab.track(names, "startup"):
-        record: Record = {"backend": name, "problem": problem.id, "verdict": "started"}
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                for state in ("cold", "warm"):
-                    record[state] = _start(name, lab.device, Path(folder))
-            except (ValueError, subprocess.SubprocessError) as error:
-                record |= {"verdict": "failed", "reasons": [str(error)]}
-        records.append(record)
-    return records
+    with ThreadPoolExecutor(max(1, min(len(names), (os.cpu_count() or 1) // 2))) as pool:
+        started = pool.map(lambda name: _record(name, lab.device, problem), names)
+        return list(lab.track(started, "startup", len(names)))
+
+
+def _record(name: str, device: torch.device, problem: Problem) -> Record:
+    record: Record = {"backend": name, "problem": problem.id, "verdict": "started"}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for state in ("cold", "warm"):
+                record[state] = _start(name, device, Path(folder))
+        except (ValueError, subprocess.SubprocessError) as error:
+            record |= {"verdict": "failed", "reasons": [str(error)]}
+    return record
 
 
 def _problem(device: torch.device) -> Problem:
