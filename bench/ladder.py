@@ -72,9 +72,10 @@ def measure(lab: Lab) -> list[Record]:
     records: list[Record] = []
     for direction, problem in lab.track(posed, "ladder"):
         records += _climb(lab, watch, direction, problem, climbers[direction], compiled)
+    hung = {job.contender for job, outcome in compiled.items() if outcome.error}
     for problem, peak in lab.track(list(_accuracy_problems(lab)), "accuracy"):
         for climber in climbers["forward"]:
-            if climber.rung in (BEFORE_CAST, AFTER_CAST):
+            if climber.rung in (BEFORE_CAST, AFTER_CAST) and climber.name not in hung:
                 records.append(_exactness(lab, climber, problem, peak))
     return records
 
@@ -136,6 +137,9 @@ def _climb(
         }
         if reasons := registry.why_not(climber.name, problem):
             record |= {"verdict": "skipped", "reasons": reasons}
+            continue
+        if job in compiled and (error := compiled[job].error):
+            record |= {"verdict": "failed", "reasons": [error]}  # here it might hang as well
             continue
         try:
             run = _prepare(climber, direction, inputs, problem)

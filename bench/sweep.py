@@ -12,7 +12,7 @@ from flash_rosetta.bench.judge import Judge
 from flash_rosetta.bench.ladder import SEQLEN, varied
 from flash_rosetta.bench.parts import Lab, Record
 from flash_rosetta.bench.sweep_page import sections
-from flash_rosetta.bench.warm import Job, compile_all
+from flash_rosetta.bench.warm import Compiled, Job, compile_all
 from flash_rosetta.bench.workloads import HIDDEN, TOKENS
 from flash_rosetta.problem import Problem, target_of
 from flash_rosetta.variants import SEPARATOR, ForwardTileSize
@@ -39,7 +39,7 @@ def measure(lab: Lab) -> list[Record]:
     records: list[Record] = []
     for name, problem in lab.track(posed, "sweep"):
         start = perf_counter()
-        found = _sweep(lab, watch, name, problem)
+        found = _sweep(lab, watch, name, problem, compiled)
         timing_s = perf_counter() - start
         for record in found:
             job = Job(f"{name}{SEPARATOR}{record['size']}", problem, "forward")
@@ -75,7 +75,13 @@ def _sizes(name: str, problem: Problem, lab: Lab) -> list[ForwardTileSize]:
     return sizes[::6] if lab.is_quick else sizes
 
 
-def _sweep(lab: Lab, watch: timing.Stopwatch, name: str, problem: Problem) -> list[Record]:
+def _sweep(
+    lab: Lab,
+    watch: timing.Stopwatch,
+    name: str,
+    problem: Problem,
+    compiled: dict[Job, Compiled],
+) -> list[Record]:
     """Judge all sizes of a backend, then time them in turns, the shipped forward among them."""
     inputs = problem.inputs(lab.device)
     judge = Judge("forward", inputs, problem)
@@ -86,6 +92,10 @@ def _sweep(lab: Lab, watch: timing.Stopwatch, name: str, problem: Problem) -> li
         records[full_name] = record
         if reasons := registry.why_not(full_name, problem):
             record |= {"verdict": "skipped", "reasons": reasons}
+            return
+        job = compiled.get(Job(full_name, problem, "forward"))
+        if job is not None and job.error:
+            record |= {"verdict": "failed", "reasons": [job.error]}  # here it might hang as well
             return
         backend = registry.get(full_name)
 

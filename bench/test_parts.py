@@ -194,7 +194,8 @@ def test_compiling_together_tells_what_failed_and_goes_on():
 
 
 def test_a_compiler_that_hangs_is_given_up(monkeypatch):
-    monkeypatch.setattr(warm, "TIMEOUT", 0.01)
+    monkeypatch.setattr(warm, "PATIENCE", 0.01)
+    monkeypatch.setattr(warm, "PATIENCE_EACH", 0.0)
     problem = Problem(batch=1, num_heads=2, seqlen_q=24, head_dim=8, dtype=torch.float32)
     job = Job("reference", problem, "forward")
     assert "took longer than" in warm.compile_all([job], Lab(CPU))[job].error
@@ -362,3 +363,20 @@ def test_progress_is_a_line_where_there_is_no_terminal(capsys):
     assert list(lab.track([1, 2], "things")) == [1, 2]
     assert list(lab.track(iter([3]), "more", total=1)) == [3]
     assert "things: 2 in" in capsys.readouterr().out
+
+
+def test_what_failed_to_compile_is_not_run(stepwise, lab, monkeypatch):
+    hung = Compiled(None, "took longer than 60 s")
+    for module in (ladder, sweep):
+        monkeypatch.setattr(module, "compile_all", lambda jobs, lab: dict.fromkeys(jobs, hung))
+    monkeypatch.setattr(
+        Stepwise,
+        "forward",
+        lambda self, *arguments: (
+            self.reference.forward(*arguments) if self.variant is None else pytest.fail("it ran")
+        ),
+    )
+    climbed = [r for r in ladder.measure(lab) if r.get("kind") == "speed" and r["rung"] == "tiles"]
+    sizes = [r for r in sweep.measure(lab) if r["kind"] == "size" and r["verdict"] != "skipped"]
+    assert {r["verdict"] for r in climbed + sizes} == {"failed"}
+    assert {*climbed[0]["reasons"], *sizes[0]["reasons"]} == {"took longer than 60 s"}

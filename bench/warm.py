@@ -22,8 +22,9 @@ from flash_rosetta.bench.parts import Lab
 from flash_rosetta.bench.workloads import Timed
 from flash_rosetta.problem import Problem
 
-TIMEOUT = 120.0
-"""Seconds for one kernel: a compiler that takes longer is taken to hang."""
+PATIENCE, PATIENCE_EACH = 60.0, 15.0
+"""Seconds for all jobs together, and more for each that a process has to do: what has not come by
+then is taken to hang, and its process is ended."""
 
 
 COMPILED_FOR_A_SHAPE = ("flex",)
@@ -58,7 +59,7 @@ def compile_all(jobs: Sequence[Job], lab: Lab, processes: int | None = None) -> 
     workers = min(processes or os.cpu_count() or 1, len(todo))
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
         pending = {pool.submit(_first_call, job, str(lab.device)): job for job in todo}
-        deadline = TIMEOUT * -(-len(todo) // workers)
+        deadline = PATIENCE + PATIENCE_EACH * -(-len(todo) // workers)
         try:
             for future in lab.track(as_completed(pending, timeout=deadline), "compile", len(todo)):
                 found[pending[future]] = _outcome(future)
