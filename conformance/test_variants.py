@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -82,45 +83,106 @@ def pool():
         yield processes
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("name", ["triton", "cute"])
-def test_rungs_compile_to_what_they_are_about(name, head_dim, pool):
+def rungs(name: str, *variants: str) -> list[str]:
+    """Names of the rungs `variants` of a backend."""
+    return [f"{name}:{variant}" for variant in variants]
+
+
+COPY_ENGINE = [
+    *rungs("triton", "tma", "specialize", "overlap", "second-pass", "atomics"),
+    *rungs("cute", "tma", "specialize", "overlap", "second-pass", "atomics"),
+]
+WARPGROUP_PRODUCTS = [*COPY_ENGINE, *rungs("triton", "tiles", "skip", "mask", "exp2", "cast")]
+PRODUCER = ["triton:specialize", "cute:specialize", "cute:overlap"]
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "is_causal"),
+    [
+        ("triton", 64, True),
+        ("triton", 64, False),
+        ("triton", 128, True),
+        ("triton", 128, False),
+        ("cute", 64, True),
+        ("cute", 128, True),
+    ],
+)
+def test_rungs_compile_to_what_they_are_about(name, head_dim, is_causal, pool):
     pytest.importorskip({"triton": "triton", "cute": "cutlass"}[name])
-    sizes = {"batch": 1, "num_heads": 2, "seqlen_q": 256, "head_dim": head_dim, "is_causal": True}
+    sizes = {"batch": 1, "num_heads": 2, "seqlen_q": 256, "head_dim": head_dim}
+    problem = Problem(**sizes, is_causal=is_causal, target="sm_90")
     compiled = {}
     for rung in RUNGS:
-        problem = Problem(**sizes, target="sm_90", needs_backward=rung.direction == "backward")
-        compiled[rung] = compile_kernels(pool, f"{name}:{rung.name}", problem)
+        posed = replace(problem, needs_backward=rung.direction == "backward")
+        compiled[rung] = compile_kernels(pool, f"{name}:{rung.name}", posed)
+    products = {}
     for rung, future in compiled.items():
-        if (name, rung.name) == ("triton", "specialize"):
-            with pytest.raises(Unsupported, match="sm_90"):
-                future.result()
-            continue
-        kernels = future.result()
+        variant, kernels = f"{name}:{rung.name}", future.result()
         assert kernels
         for kernel in kernels:
-            assert kernel.spill_bytes == 0, f"{rung.name}: {kernel.kernel} spills"
+            assert kernel.spill_bytes == 0, f"{variant}: {kernel.kernel} spills"
             assert kernel.shared_bytes <= 227 << 10
             if any(part in kernel.kernel for part in ("process", "round")):
                 continue  # multiplies nothing
-            by_engine = rung.direction == "backward" or rung.name in (
-                "tma",
-                "specialize",
-                "overlap",
-            )
-            assert ("cp.async.bulk.tensor" in kernel.assembly) == by_engine, rung.name
-            by_warpgroup = rung.name != "baseline" if name == "triton" else by_engine
-            assert ("wgmma" in kernel.assembly) == by_warpgroup, rung.name
-            sets_registers = name == "cute" and rung.name in ("specialize", "overlap")
-            assert (
-                rung.direction == "backward" or ("setmaxnreg" in kernel.assembly) == sets_registers
-            )
+            built = kernel.assembly
+            assert ("cp.async.bulk.tensor" in built) == (variant in COPY_ENGINE), variant
+            assert ("wgmma" in built) == (variant in WARPGROUP_PRODUCTS), variant
+            if rung.direction == "forward":
+                assert ("setmaxnreg" in built) == (variant in PRODUCER), variant
+                products[rung.name] = len(re.findall(r"wgmma\.mma_async|mma\.sync", built))
+    assert products["cast"] < products["exp2"], "two products with P below the cast, one from it on"
 
 
-@pytest.mark.parametrize("text", ["64x64w4s2", "128x64w8s2", "64x32w4s3"])
-def test_shared_memory_of_triton_tiles_is_what_the_compiler_takes(text, pool):
+@pytest.mark.parametrize("rung", ["baseline", "exp2"])
+def test_p_is_kept_in_two_halves_below_the_cast(rung):
     pytest.importorskip("triton")
-    problem = Problem(batch=1, num_heads=2, seqlen_q=256, head_dim=128, target="sm_90")
+    sizes = {"batch": 1, "num_heads": 2, "seqlen_q": 64, "seqlen_k": 128, "head_dim": 32}
+    problem = Problem(**sizes, dtype=torch.float16)
+    if reasons := registry.why_not(f"triton:{rung}", problem):
+        pytest.skip("; ".join(reasons))
+    q, k, v, *_ = problem.inputs("cpu")
+    exact = torch.softmax(q.double() @ k.double().mT * problem.scale, -1) @ v.double()
+    rounding = (exact.half().double() - exact).norm()
+    error = {}
+    for name in (rung, "cast"):
+        o, _ = registry.get(f"triton:{name}").forward(q, k, v, problem)
+        error[name] = (o.double() - exact).norm() / rounding
+    assert error[rung] < 1.01, "more than what rounding o itself costs"
+    assert error["cast"] > 1.1, "P is not rounded where it should be"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"target": "sm_89"}, "target sm_89 has no copy engine"),
+        ({"dtype": torch.float32}, "no warps of their own for torch.float32"),
+        (
+            {"head_dim": 256, "head_dim_v": 256},
+            "no warps of their own for torch.bfloat16 and tiles of 256 columns",
+        ),
+    ],
+)
+def test_specialize_says_which_kernels_triton_cannot_split(change, reason, pool):
+    pytest.importorskip("triton")
+    problem = Problem(batch=1, num_heads=1, seqlen_q=64, head_dim=64, target="sm_90")
+    future = compile_kernels(pool, "triton:specialize", replace(problem, **change))
+    with pytest.raises(Unsupported, match=reason):
+        future.result()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("text", ["64x64w4s2", "128x64w8s2", "64x32w4s3", "128x128w8s3"])
+def test_shared_memory_of_triton_tiles_is_what_the_compiler_takes(text, head_dim, pool):
+    pytest.importorskip("triton")
+    problem = Problem(batch=1, num_heads=2, seqlen_q=256, head_dim=head_dim, target="sm_90")
     (kernel,) = compile_kernels(pool, f"triton:{text}", problem).result()
     counted = registry.get("triton").shared_bytes(ForwardTileSize.parse(text), problem)
     assert counted <= kernel.shared_bytes <= counted + 2048
+
+
+def test_triton_tiles_that_no_thread_has_registers_for_are_refused(pool):
+    pytest.importorskip("triton")
+    problem = Problem(batch=1, num_heads=1, seqlen_q=64, head_dim=128, target="sm_90")
+    future = compile_kernels(pool, "triton:128x128w4s2", problem)
+    with pytest.raises(Unsupported, match="are 256 registers a thread, which has 255"):
+        future.result()

@@ -15,6 +15,9 @@ Steps of one program, which owns one query tile of one head
 
 Constraints
     forward only; otherwise those of `forward.py`
+    specialize: Triton's pass for Hopper splits kernels of 4 warps in which no `if` has an else, and
+        Triton makes one for each `if` that changes a variable. So this rung masks every tile and
+        always subtracts before it scales, as the rungs below do only where they must.
 
 What lives where
     registers: what a program works on, S and P [tile_q, tile_k], acc [tile_q, head_dim] in fp32
@@ -54,23 +57,37 @@ def plan_rung(
     return _recipe(launch_key(problem, q, k, v), rung).launch(q, k, v, o, lse), o, lse
 
 
-@lru_cache
-def can_specialize(target: str) -> tuple[str, ...]:
-    """Why Triton cannot give the loop's loads a warp of their own on a target; empty if it can.
+def cannot_specialize(problem: Problem) -> tuple[str, ...]:
+    """Why Triton gives the loads of this problem's kernel no warps of their own; empty if it does.
 
-    Found out by compiling: releases differ, and some fail instead of refusing.
+    Found out by compiling, a second or so for each kernel: what Triton's pass cannot split it
+    leaves as it is or fails on, and releases differ. The interpreter has no warps to look at.
     """
-    if target == "cpu":
-        return ("target cpu: the interpreter has no warps to specialise",)
-    problem = Problem(batch=1, num_heads=1, seqlen_q=128, head_dim=64, target=target)
-    plan = partial(plan_rung, rung="specialize")
+    if problem.target == "cpu":
+        return ()
+    alike = Problem(
+        batch=1,
+        num_heads=1,
+        seqlen_q=128,
+        head_dim=padded_head_dim(problem.head_dim),
+        dtype=problem.dtype,
+        is_causal=problem.is_causal,
+        target=problem.target,
+    )
+    return _not_specialized(alike)
+
+
+@lru_cache
+def _not_specialized(problem: Problem) -> tuple[str, ...]:
+    compiler = f"Triton {triton.__version__} for {problem.target}"
+    kernel = f"{problem.dtype} and tiles of {problem.head_dim} columns"
     try:
-        (report,) = compile_only(problem, forward=plan)
+        (report,) = compile_only(problem, forward=partial(plan_rung, rung="specialize"))
     except Exception as error:  # MLIR's passes raise what they like
-        reason = str(error).strip().splitlines()[-1]
-        return (f"Triton {triton.__version__} cannot specialise warps for {target}: {reason}",)
+        cause = (str(error).strip() or type(error).__name__).splitlines()[-1]
+        return (f"{compiler} fails to give loads warps of their own for {kernel}: {cause}",)
     if "setmaxnreg" not in report.assembly:
-        return (f"Triton {triton.__version__} leaves the loop's warps alike for {target}",)
+        return (f"{compiler} gives loads no warps of their own for {kernel}",)
     return ()
 
 
@@ -82,7 +99,9 @@ def _recipe(key: LaunchKey, rung: str) -> Recipe:
     has = RUNGS[: RUNGS.index(rung) + 1]
     tile = tiles_for(problem).forward if "tiles" in has else BASELINE
     width = padded_head_dim(problem.head_dim)
-    tma = "tma" in has and can_use_tma(problem, q, k, v)  # else pointers, as in `forward.py`
+    # What the copy engine cannot move goes by pointers, as in `forward.py`, and by no warp apart.
+    tma = "tma" in has and can_use_tma(problem, q, k, v)
+    specialize = tma and "specialize" in has
     factor = abs(problem.scale) * math.log2(math.e)
     if factor < torch.finfo(torch.float32).tiny:
         factor = 0.0
@@ -112,12 +131,12 @@ def _recipe(key: LaunchKey, rung: str) -> Recipe:
             "TILE_K": tile.tile_k,
             "IS_CAUSAL": problem.is_causal,
             "SKIP": "skip" in has,
-            "MASK_ENDS": "mask" in has,
+            "MASK_ENDS": "mask" in has and not specialize,
             "EXP2": "exp2" in has,
             "SIGN": 0 if factor == 0.0 else int(math.copysign(1, problem.scale)),
             "CAST": "cast" in has or problem.dtype == torch.float32,
             "TMA": tma,
-            "SPECIALIZE": "specialize" in has,
+            "SPECIALIZE": specialize,
             "PRECISION": dot_precision(problem),
             "num_warps": tile.num_warps,
             "num_stages": tile.num_stages,
@@ -158,9 +177,9 @@ def rung_kernel(
     acc, m, l = rung_softmax(
         q_tile, k, v, batch, kv_head, q_start, factor, seqlen_k, head_dim, causal_offset,
         HEAD_DIM, TILE_Q, TILE_K, IS_CAUSAL, SKIP, MASK_ENDS, EXP2, SIGN, CAST, TMA, SPECIALIZE,
-        PRECISION, False,
+        PRECISION, SPECIALIZE,
     )  # fmt: skip
-    if EXP2:
+    if EXP2 and not SPECIALIZE:
         magnitude = tl.where(tl.abs(m) < float("inf"), tl.abs(m), 0.0)
         if tl.max(magnitude, 0) > HUGE:
             acc, m, l = rung_softmax(

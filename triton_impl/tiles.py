@@ -1,10 +1,11 @@
 """Tile sizes by head_dim, operand width and what the card holds, with the reason for each number.
 
 Shared memory of a program, in bytes, for operands of `itemsize` bytes and head_dim padded to D:
-    forward (tile_q + 2 num_stages tile_k) D itemsize
+    forward (tile_q + 2 num_stages tile_k) D itemsize, without tile_q where Q is in registers
     dk/dv (2 tile_k + 2 num_stages tile_q) D itemsize
     dq (2 tile_q + 2 num_stages tile_k) D itemsize
-A program may use 227 KB on sm_90 and sm_100, 163 KB on sm_80, 99 KB on sm_86, sm_89 and sm_120.
+A program may use 227 KB on sm_90 and sm_100, 163 KB on sm_80, 99 KB on sm_86, sm_89 and sm_120, and
+each of its threads 255 registers.
 """
 
 from __future__ import annotations
@@ -171,8 +172,18 @@ def most_shared_bytes(target: str) -> int:
 
 def forward_bytes(tile: Tile, problem: Problem) -> int:
     """Shared memory of one program of the forward, in bytes: the formula above."""
-    rows = tile.tile_q + 2 * tile.num_stages * tile.tile_k
+    rows = 2 * tile.num_stages * tile.tile_k + (0 if tile.q_in_registers else tile.tile_q)
     return rows * padded_head_dim(problem.head_dim) * problem.dtype.itemsize
+
+
+MOST_REGISTERS = 255
+"""That a thread may have."""
+
+
+def forward_accumulators(tile: Tile, problem: Problem) -> int:
+    """Registers of a thread of the forward that hold S and O alone."""
+    columns = tile.tile_k + padded_head_dim(problem.head_dim)
+    return tile.tile_q * columns // (32 * tile.num_warps)
 
 
 @lru_cache

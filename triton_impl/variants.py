@@ -14,9 +14,16 @@ from flash_rosetta.triton_impl.atomic_backward import plan_atomic_backward
 from flash_rosetta.triton_impl.backward import plan_backward
 from flash_rosetta.triton_impl.compile_only import compile_only
 from flash_rosetta.triton_impl.forward import plan_forward
-from flash_rosetta.triton_impl.ladder import RUNGS, can_specialize, plan_rung
+from flash_rosetta.triton_impl.ladder import RUNGS, cannot_specialize, plan_rung
 from flash_rosetta.triton_impl.launch import Launch
-from flash_rosetta.triton_impl.tiles import Tile, forward_bytes, most_shared_bytes, tiles_for
+from flash_rosetta.triton_impl.tiles import (
+    MOST_REGISTERS,
+    Tile,
+    forward_accumulators,
+    forward_bytes,
+    most_shared_bytes,
+    tiles_for,
+)
 from flash_rosetta.triton_impl.tiling import has_copy_engine
 from flash_rosetta.variants import (
     SEPARATOR,
@@ -42,7 +49,7 @@ def rung(shipped: Backend, name: str, full_name: str | None = None) -> Backend:
         if name in ("tma", "specialize"):
             reasons += _refused_by_tma(problem)
         if name == "specialize" and not reasons:
-            reasons += can_specialize(problem.target)
+            reasons += cannot_specialize(problem)
         if name == "atomics":
             reasons += _refused_by_atomics(problem)
         return reasons
@@ -58,12 +65,11 @@ def rung(shipped: Backend, name: str, full_name: str | None = None) -> Backend:
 
 
 def tile_sizes() -> list[ForwardTileSize]:
-    """One or two warpgroups' rows, few keys to many, two or three tiles in flight."""
+    """Few rows to many for one warpgroup or two, few keys to many, two to four tiles in flight."""
     return [
         ForwardTileSize(tile_q, tile_k, num_warps, num_stages)
-        for num_warps in (4, 8)
-        for num_stages in (2, 3)
-        for tile_q in (64, 128)
+        for tile_q, num_warps in ((64, 4), (128, 4), (128, 8))
+        for num_stages in (2, 3, 4)
         for tile_k in (32, 64, 128)
     ]
 
@@ -88,6 +94,12 @@ def with_tile(shipped: Backend, size: ForwardTileSize) -> Backend:
             reasons.append(
                 f"shared memory of {size} at head_dim {problem.head_dim} is {needed} bytes, and "
                 f"{problem.target} has {most}"
+            )
+        registers = forward_accumulators(_tile(size, problem), problem)
+        if registers > MOST_REGISTERS:
+            reasons.append(
+                f"S and O of {size} at head_dim {problem.head_dim} are {registers} registers a "
+                f"thread, which has {MOST_REGISTERS}"
             )
         return reasons
 
