@@ -27,7 +27,7 @@ def svg(plot: Plot, prefix: str) -> str:
     settings = dict.fromkeys(_INKED, INK) | dict.fromkeys(_CLEAR, "none")
     settings |= {"svg.fonttype": "none", "svg.hashsalt": prefix}
     buffer = io.StringIO()
-    _save(plot, settings, buffer, format="svg", metadata={"Date": None})
+    _save(plot, settings, buffer, format="svg")
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)

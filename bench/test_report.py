@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from flash_rosetta.bench import card as cards
-from flash_rosetta.bench import compare, measure, parts, race_page, readme, report_command
+from flash_rosetta.bench import compare, measure, part, parts, race_page, readme, report_command
 from flash_rosetta.bench.chapters import chapters, reports
 from flash_rosetta.bench.heat import figures
 from flash_rosetta.bench.page import Plot, Section, Table, Text
@@ -185,14 +185,14 @@ def test_measuring_keeps_what_it_has_after_each_step(tmp_path, monkeypatch):
 
 
 def test_resuming_takes_what_is_missing_failed_or_old():
-    def part(commit, **more):
+    def held(commit, **more):
         return {"machine_info": {"commit": commit}, "records": []} | more
 
     card = a_card(commit="abc") | {
         "parts": {
-            "startup": part("abc"),
-            "ladder": part("old"),
-            "sweep": part("abc", error="ValueError: no"),
+            "startup": held("abc"),
+            "ladder": held("old"),
+            "sweep": held("abc", error="ValueError: no"),
         }
     }
     steps = list(measure.STEPS)
@@ -202,7 +202,8 @@ def test_resuming_takes_what_is_missing_failed_or_old():
     assert measure.missing(card | {"error": "died"}, steps, "abc") == ["race", *left]
     assert measure.missing(card, ["startup", "ladder"], "abc") == ["ladder"]
     for unknown in (None, "abc-dirty"):
-        assert measure.missing(card, steps, unknown) == steps
+        card["machine_info"]["commit"] = unknown
+        assert measure.missing(card, ["race"], unknown) == ["race"]
 
 
 def test_the_command_measures_what_is_asked_for_and_makes_the_page(tmp_path, monkeypatch, capsys):
@@ -249,7 +250,7 @@ def test_measure_refuses_what_it_cannot_do(arguments, complaint, monkeypatch, ca
     assert complaint in capsys.readouterr().err
 
 
-def test_a_step_runs_in_a_process_and_an_error_of_its_own_is_kept():
+def test_a_step_runs_in_a_process_and_an_error_of_its_own_is_kept(tmp_path):
     arguments = measure._parser().parse_args(["--quick", "--backend", "reference"])
     taken = measure._in_a_process("startup", has_gpu=False, arguments=arguments)
     assert [record["backend"] for record in taken["records"]] == ["reference"]
@@ -258,6 +259,7 @@ def test_a_step_runs_in_a_process_and_an_error_of_its_own_is_kept():
     assert failed["error"].startswith("ModuleNotFoundError: No module named")
     assert failed["records"] == []
     assert "commit" in failed["machine_info"]
+    assert part.main(["no_such_part", str(tmp_path / "part.json")]) == 1
     arguments = measure._parser().parse_args(["--rounds", "1"])
     died = measure._in_a_process("race", has_gpu=False, arguments=arguments)
     assert died["error"] == "its process ended with status 2"
@@ -483,6 +485,7 @@ def test_the_interval_holds_the_ratio_99_times_in_100(spread):
         a, b = np.exp(rng.normal(0, spread, (2, 20)))
         ratio, low, high = compare.interval(1.25 * a, b)
         assert low < ratio < high
+        assert compare.interval(b, 1.25 * a) == pytest.approx((1 / ratio, 1 / high, 1 / low))
         held += low <= 1.25 <= high
     assert 975 <= held <= 1000
 
@@ -598,7 +601,7 @@ def browse(tmp_path_factory):
             [found, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic",
              "--no-first-run", "--disable-background-networking", "--disable-component-update",
              "--disable-sync", f"--user-data-dir={profile}", "--enable-logging=stderr",
-             "--hide-scrollbars", *options, file.as_uri()],
+             "--disable-dev-shm-usage", "--hide-scrollbars", *options, file.as_uri()],
             capture_output=True, text=True, timeout=120, check=True,
         )  # fmt: skip
         return done.stdout, re.findall(r"CONSOLE.*", done.stderr)
