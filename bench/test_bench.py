@@ -435,8 +435,8 @@ def test_summary_is_the_geometric_mean(synthetic):
     rows = list(report.summary(records))
     assert [row[:3] for row in rows] == [
         ("triton", direction, kind)
-        for direction in ("forward", "backward")
-        for kind in ("grid", "captured, tiled", "captured")
+        for direction in ("forward", "backward", "forward+backward")
+        for kind in ("grid", "models", "captured, tiled", "captured")
     ]
     ratios = rows[0][3]
     assert len(ratios["sdpa-cudnn"]) == 24
