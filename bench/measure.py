@@ -75,10 +75,13 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     for step, error in failed.items():
         print(f"{step} failed: {error}", file=sys.stderr)
-    wrong = [r for r in card["no_number"] if r["verdict"] in ("wrong", "failed")]
-    wrong = [r for r in wrong if not is_yardstick(r["backend"])]
+    wrong = [
+        record
+        for record in card.get("no_number", ())
+        if record["verdict"] in ("wrong", "failed") and not is_yardstick(record["backend"])
+    ]
     if wrong:
-        print(f"{len(wrong)} heats lack a backend that was wrong or failed", file=sys.stderr)
+        print(f"the race has {len(wrong)} backends that were wrong or failed", file=sys.stderr)
     print(f"wrote {path}")
     _show(path, arguments.save)
     return int(bool(failed or wrong))

@@ -224,7 +224,7 @@ def test_the_command_measures_what_is_asked_for_and_makes_the_page(tmp_path, mon
     assert taken == [("race", True)]
     captured = capsys.readouterr()
     assert "[1/1] race: every contender" in captured.out
-    assert "1 heats lack a backend" in captured.err
+    assert "the race has 1 backends that were wrong" in captured.err
     assert "Imaginary 9000" in path.with_suffix(".html").read_text()
     assert measure.main([*arguments, "--resume"]) == 1
     assert len(taken) == 1
