@@ -186,3 +186,13 @@ def test_triton_tiles_that_no_thread_has_registers_for_are_refused(pool):
     future = compile_kernels(pool, "triton:128x128w4s2", problem)
     with pytest.raises(Unsupported, match="are 256 registers a thread, which has 255"):
         future.result()
+
+
+def test_specialize_is_refused_for_releases_that_compute_it_wrongly(monkeypatch):
+    pytest.importorskip("triton")
+    from flash_rosetta.triton_impl import ladder
+
+    problem = Problem(batch=1, num_heads=1, seqlen_q=4096, head_dim=64, target="sm_90")
+    monkeypatch.setattr(ladder.triton, "__version__", ladder.KNOWN_WRONG[0])
+    (reason,) = ladder.cannot_specialize(problem)
+    assert "o is NaN" in reason

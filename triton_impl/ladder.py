@@ -57,6 +57,11 @@ def plan_rung(
     return _recipe(launch_key(problem, q, k, v), rung).launch(q, k, v, o, lse), o, lse
 
 
+KNOWN_WRONG = ("3.6.0",)
+"""Releases whose warps of their own compute wrongly. Of 3.6.0 on an H200: o is NaN in 19 to 58 % of
+all rows at 4096 tokens, full and causal, where the kernel of tma is right."""
+
+
 def cannot_specialize(problem: Problem) -> tuple[str, ...]:
     """Why Triton gives the loads of this problem's kernel no warps of their own; empty if it does.
 
@@ -65,6 +70,8 @@ def cannot_specialize(problem: Problem) -> tuple[str, ...]:
     """
     if problem.target == "cpu":
         return ()
+    if triton.__version__ in KNOWN_WRONG:
+        return (f"Triton {triton.__version__} gives loads warps of their own wrongly: o is NaN",)
     alike = Problem(
         batch=1,
         num_heads=1,
