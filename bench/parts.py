@@ -33,6 +33,7 @@ PARTS = {
     "roofline": "what the card reaches, and how near to it each kernel comes",
     "profile": "what Nsight Compute says of the six kernels at head_dim 128",
     "training": "a small GPT trained with each backend",
+    "repeat": "some heats of the race again: how far medians move by themselves",
 }
 """Names of parts, and of their modules in this package, in the order in which they are measured."""
 

@@ -16,6 +16,7 @@ from flash_rosetta.bench import (
     ladder_page,
     profile,
     profile_page,
+    repeat,
     roofline,
     roofline_page,
     startup,
@@ -380,3 +381,32 @@ def test_what_failed_to_compile_is_not_run(stepwise, lab, monkeypatch):
     sizes = [r for r in sweep.measure(lab) if r["kind"] == "size" and r["verdict"] != "skipped"]
     assert {r["verdict"] for r in climbed + sizes} == {"failed"}
     assert {*climbed[0]["reasons"], *sizes[0]["reasons"]} == {"took longer than 60 s"}
+
+
+def test_a_repetition_says_how_far_medians_moved(tmp_path):
+    def record(name, n, ms):
+        return race_record(name, "forward") | {
+            "seqlen_q": n, "problem": f"n{n}", "ms": ms, "ms_q25": 0.99 * ms, "ms_q75": 1.01 * ms,
+        }  # fmt: skip
+
+    raced = [record("triton", n, 1.0) for n in range(20)] + [record("cute", 0, 2.0)]
+    again = [record("triton", n, 1.005) for n in range(19)] + [record("triton", 19, 1.2)]
+    again += [record("cute", 0, 1.9), record("cute", 77, 5.0)]
+    card = {"machine_info": {}, "benchmarks": [{"extra_info": r} for r in raced]}
+    text = rendered(repeat.sections({"records": again}, card), tmp_path)
+    assert "Of 21 medians of the race" in text
+    assert "half moved by 0.5 % or less, 95 % by 5.0 % or less, the furthest by 20.0 %" in text
+    assert "19 of them lie between the quartiles" in text
+    assert "| `cute` | 1 | 0.950 | 0.950 | 0.950 |" in text
+    nothing = rendered(repeat.sections({"records": []}, card), tmp_path)
+    assert "too few heats in common" in nothing
+
+
+def test_a_repetition_races_what_the_race_does(monkeypatch):
+    monkeypatch.setattr(repeat, "ROUNDS", 2)
+    monkeypatch.setattr(repeat, "RIVALS", ["sdpa-math"])
+    records = repeat.measure(Lab(CPU, backends=("reference",)))
+    assert {(r["backend"], r["direction"]) for r in records} == {
+        (name, direction) for name in ("reference", "sdpa-math") for direction in repeat.DIRECTIONS
+    }
+    assert all(r["rel_error"] < 1e-2 for r in records)
