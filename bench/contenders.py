@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -37,6 +37,10 @@ FLEX_HEAD_DIMS, FLEX_SEQLENS = (64, 128), (2048, 8192)
 
 MATH_LIMIT = 2048
 """Longest sequence for SDPA's math kernel, which stores all the scores."""
+
+
+NOT_A_REASON = ("not used because:", "has been runtime disabled.")
+"""Ends of PyTorch's lines that are a heading, or tell of the kernels that were not forced."""
 
 
 class Contender(Protocol):
@@ -197,13 +201,16 @@ class SdpaContender:
             return []
         gqa = problem.num_kv_heads != problem.num_heads
         params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, problem.is_causal, gqa)
-        with warnings.catch_warnings(record=True) as caught, self.chosen():
-            warnings.simplefilter("always")
-            if checks[self.kernel](params, debug=True):
+        with self.chosen():
+            if checks[self.kernel](params):
                 return []
-        return [str(w.message).partition(" (Triggered")[0] for w in caught] or [
-            "PyTorch refuses it and does not say why"
-        ]
+        # The check tells its reasons to stderr, the call tells them as warnings.
+        with warnings.catch_warnings(record=True) as caught, suppress(RuntimeError):
+            warnings.simplefilter("always")
+            self.attend(q, k, v, problem)
+        said = [str(w.message).partition(" (Triggered")[0].strip() for w in caught]
+        reasons = [text for text in said if not text.endswith(NOT_A_REASON)]
+        return reasons or ["PyTorch refuses it and does not say why"]
 
 
 class FlashAttn4Contender:
@@ -229,6 +236,8 @@ class FlashAttn4Contender:
         widths = problem.head_dim, problem.head_dim_v
         if widths[0] != widths[1] and widths != (192, 128):
             reasons.append(f"head_dim_v {widths[1]} beside head_dim {widths[0]} is not in it")
+        elif widths[0] == widths[1] and 128 < widths[0] < 256 and problem.target != "sm_90":
+            reasons.append(f"head_dim {widths[0]} is in it for target sm_90 alone")
         bottom_right_offset = problem.seqlen_k - problem.seqlen_q
         if problem.is_causal and problem.causal_offset != bottom_right_offset:
             reasons.append("causal_alignment top_left is not what its causal means")

@@ -132,7 +132,11 @@ class RacePlugin:
     def warm(self) -> None:
         """Compile what the race will need, in parallel. PyTorch's own kernels are compiled."""
         jobs = [
-            Job(e.contender.name, e.workload.problem_for(e.direction), e.direction)
+            Job(
+                e.contender.name,
+                e.workload.problem_for(e.direction),
+                "forward" if e.direction == "forward" else "backward",  # autograd has no others
+            )
             for e in self.entrants()
             if not isinstance(e.contender, SdpaContender)
             if e.contender.name != "reference"

@@ -44,6 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 
     from flash_rosetta.bench import card as cards
     from flash_rosetta.bench.plugin import WIDTH, RaceOptions, RacePlugin
+    from flash_rosetta.bench.warm import SWITCHES
     from flash_rosetta.bench.workloads import DIRECTIONS
 
     is_gpu = torch.cuda.is_available()
@@ -71,6 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(str(error))
     console.print(_headline(race.device), highlight=False)
     if arguments.warm and is_gpu:
+        os.environ.update(SWITCHES)
         race.warm()
     status = _pytest(race)
     console.print(race.tables())

@@ -25,6 +25,7 @@ from flash_rosetta.backend import Unsupported
 from flash_rosetta.bench.contenders import OTHERS, contender
 from flash_rosetta.bench.page import Section, Table, Text
 from flash_rosetta.bench.parts import Lab, Record
+from flash_rosetta.bench.warm import SWITCHES
 from flash_rosetta.problem import Problem, target_of
 
 __all__ = ["measure", "sections"]
@@ -39,9 +40,6 @@ CACHES = {
     "CUDA_CACHE_PATH": "cuda",
 }
 """The variables that say where each compiler keeps what it has made."""
-
-SWITCHES = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
-"""Caches that are there only when asked for."""
 
 DIRECTIONS = ("forward", "backward")
 

@@ -1,17 +1,20 @@
 """The race itself under test: turns, rounds, judging, records, tables, and one whole run."""
 
+import io
 import json
 import os
 import subprocess
 import sys
 import textwrap
+import warnings
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 
 from flash_rosetta import Unsupported, registry
 from flash_rosetta.bench import contenders as contenders_module
@@ -19,6 +22,7 @@ from flash_rosetta.bench import heat, report, support, timing, workloads
 from flash_rosetta.bench.contenders import SDPA, BackendContender, SdpaContender, contenders
 from flash_rosetta.bench.heat import run_heat
 from flash_rosetta.bench.judge import Judge
+from flash_rosetta.bench.plugin import RaceOptions, RacePlugin
 from flash_rosetta.bench.race import main
 from flash_rosetta.bench.workloads import Workload
 from flash_rosetta.problem import Problem
@@ -78,7 +82,7 @@ def test_replay_clock_gives_back_exactly_what_it_was_given():
 def test_cuda_stopwatch_measures_the_call_and_not_the_flush():
     device = torch.device("cuda", torch.cuda.current_device())
     watch = timing.stopwatch(device)
-    watch.hide(1e-3)
+    watch.hide({"nothing": 1e-3})
     runs = {
         "nothing": lambda: None,
         "some": lambda: torch.cuda._sleep(1_000_000),
@@ -89,6 +93,96 @@ def test_cuda_stopwatch_measures_the_call_and_not_the_flush():
     assert 2.5 < seconds["thrice"] / seconds["some"] < 3.5
     kept = []
     assert watch.peak_bytes(lambda: kept.append(torch.empty(1 << 20, device=device))) >= 4 << 20
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """A stopwatch of a device that is not there, and what `start.query()` will say, in turn.
+
+    An event's time is the number of writes of the flush before it.
+    """
+    answers = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self):
+            self.writes = watch.writes
+
+        def query(self):
+            return answers.pop(0)
+
+        def elapsed_time(self, end):
+            return self.writes * 1e3
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    watch = object.__new__(timing.CudaStopwatch)
+    watch.device, watch.writes, watch.seconds_per_pass = None, 0, timing.LEAST_FLUSH
+
+    class Buffer:
+        def zero_(self):
+            watch.writes += 1
+
+    watch.buffer = Buffer()
+    watch.hide({})
+    return watch, answers
+
+
+def test_a_round_that_the_host_was_late_for_is_run_again(late):
+    watch, answers = late
+    calls = []
+    runs = {"call": lambda: calls.append(watch.writes)}
+    answers[:] = [False, True, False, True, True, True]
+    (seconds,) = watch.time(runs, {"call": 3}).values()
+    assert calls == [1, 2, 4, 5, 7, 11], "each try behind a flush of its own, twice as long"
+    assert seconds == [1, 4, 11], "the last try of each round counts"
+    assert answers == []
+
+
+def test_what_no_flush_can_hide_is_run_once(late):
+    watch, answers = late
+    calls = []
+    runs = {"few": lambda: calls.append("few"), "many": lambda: calls.append("many")}
+    watch.hide({"few": 1e-4, "many": 2 * timing.MOST_FLUSH})
+    assert watch.passes == timing.MOST_FLUSH / timing.LEAST_FLUSH
+    answers[:] = [True, False, True]
+    watch.time(runs, {"few": 1, "many": 1})
+    assert calls == ["few", "few", "many"]
+
+
+@pytest.mark.parametrize("head_dim_v", [16, 24])
+def test_flops_are_those_that_pytorch_counts(head_dim_v):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    problem = Problem(batch=2, num_heads=3, seqlen_q=20, seqlen_k=28, head_dim=16,
+                      head_dim_v=head_dim_v, dtype=torch.float32)  # fmt: skip
+    q, k, v, do, _ = problem.inputs()
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    assert problem.flops("forward") == counter.get_total_flops()
+    q, k, v, do = (t.to("meta") for t in (q, k, v, do))
+    lse, seed = torch.empty(q.shape[:3], device="meta"), torch.empty(2, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            do, q, k, v, do, lse, None, None, 20, 28, 0.0, False, seed, seed
+        )
+    assert problem.flops("backward") == counter.get_total_flops()
+    both = workloads.flops(problem, "forward+backward")
+    assert both == problem.flops("forward") + problem.flops("backward")
+
+
+@pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
+@pytest.mark.parametrize("seqlens", [(5, 5), (3, 8), (8, 3), (1, 7), (7, 1), (4, 0)])
+def test_causal_pairs_are_counted_one_by_one(seqlens, alignment):
+    problem = Problem(batch=2, num_heads=3, seqlen_q=seqlens[0], seqlen_k=seqlens[1], head_dim=16,
+                      is_causal=True, causal_alignment=alignment)  # fmt: skip
+    offset = 0 if alignment == "top_left" else seqlens[1] - seqlens[0]
+    seen = sum(j <= i + offset for i in range(seqlens[0]) for j in range(seqlens[1]))
+    assert problem.flops("forward") == 2 * 3 * seen * 2 * (16 + 16)
+    assert problem.flops("backward") == 2.5 * problem.flops("forward")
 
 
 def tiny(direction="forward", **fields):
@@ -205,7 +299,39 @@ def test_a_wrong_contender_gets_no_number_and_the_others_do(registered):
     assert outcomes["refuses"].reasons == ["head_dim 16 is above 8"]
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_gradients_through_autograd_are_judged_and_so_are_those_alone(registered):
+    """What is wrong with a backward shows in both directions that have one."""
+
+    class WrongKeys(Faulty):
+        def backward(self, *args):
+            dq, dk, dv = self.reference.backward(*args)
+            return dq, dk * 1.01, dv
+
+    field = [registered(WrongKeys("wrong_keys")), BackendContender("reference", named=True)]
+    for direction in ("backward", "forward+backward"):
+        workload, _ = tiny(direction)
+        outcomes = run_heat(
+            workload, direction, field, timing.stopwatch(CPU), CPU, budget=0, rounds=2
+        )
+        assert outcomes["reference"].verdict == "raced", outcomes["reference"].reasons
+        assert outcomes["wrong_keys"].verdict == "wrong"
+        assert outcomes["wrong_keys"].reasons[0].startswith("dk: ")
+
+
+def test_a_record_has_what_the_card_said_before_and_after(monkeypatch):
+    said = iter([{"sm_clock_mhz": 1980.0}, {"sm_clock_mhz": 1755.0}])
+    monkeypatch.setattr(heat.machine, "sensors", lambda device: next(said))
+    workload, _ = tiny()
+    field = [BackendContender("reference", named=True), SdpaContender("sdpa-default")]
+    watch = timing.stopwatch(CPU)
+    outcomes = run_heat(workload, "forward", field, watch, CPU, budget=0, rounds=2)
+    for outcome in outcomes.values():
+        assert outcome.info["before"] == {"sm_clock_mhz": 1980.0}
+        assert outcome.info["after"] == {"sm_clock_mhz": 1755.0}
+        assert outcome.info["layout"] == "as given"
+
+
+@pytest.mark.parametrize("direction", workloads.DIRECTIONS)
 def test_sdpa_and_backends_race_on_grouped_heads(direction):
     workload, _ = tiny(direction, is_causal=True)
     field = [
@@ -253,7 +379,7 @@ def flash_attn(monkeypatch):
     contenders_module._is_installed.cache_clear()
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("direction", workloads.DIRECTIONS)
 def test_flash_attn_4_races_in_its_own_layout(direction, flash_attn, monkeypatch):
     (contender,) = contenders(["reference"], ["flash-attn-4"])[1:]
     workload, _ = tiny(direction, is_causal=True)
@@ -262,6 +388,7 @@ def test_flash_attn_4_races_in_its_own_layout(direction, flash_attn, monkeypatch
         workload, direction, [contender], timing.stopwatch(CPU), CPU, budget=0, rounds=2
     )
     assert outcomes["flash-attn-4"].verdict == "raced", outcomes["flash-attn-4"].reasons
+    assert outcomes["flash-attn-4"].info["layout"] == "batch, seqlen, heads, head_dim"
     assert flash_attn
     assert all(all(contiguous) for contiguous in flash_attn)
     q, k, v = workload.load(CPU)[:3]
@@ -277,10 +404,17 @@ def test_others_race_where_they_are_installed_and_asked_for(flash_attn, monkeypa
         ({"dtype": torch.float32}, "dtype torch.float32"),
         ({"target": "sm_80"}, "target sm_80"),
         ({"is_causal": True}, "causal_alignment top_left"),
+        ({"head_dim": 128, "head_dim_v": 64}, "head_dim_v 64 beside head_dim 128"),
+        ({"head_dim": 192, "head_dim_v": 192, "target": "sm_100"}, "target sm_90 alone"),
     ):
         (got,) = fa4.why_not(replace(problem, **changes))
         assert reason in got
     assert fa4.why_not(replace(problem, is_causal=True, causal_alignment="bottom_right")) == []
+    for target, widths in (
+        ("sm_90", (192, 128)), ("sm_90", (192, 192)), ("sm_100", (192, 128)), ("sm_100", (256, 256))
+    ):  # fmt: skip
+        sized = replace(problem, head_dim=widths[0], head_dim_v=widths[1], target=target)
+        assert fa4.why_not(sized) == []
     monkeypatch.delitem(sys.modules, "flash_attn.cute")
     contenders_module._is_installed.cache_clear()
     assert fa4.why_not(problem) == ["not installed: pip install flash-attn-4"]
@@ -294,7 +428,7 @@ def test_others_race_where_they_are_installed_and_asked_for(flash_attn, monkeypa
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_is_given_the_whole_problem(monkeypatch):
-    """Without the compiler, which a CPU would need minutes for."""
+    """Without the compiler, which a CPU would need minutes for; a CPU has no backward of it."""
     from torch.nn.attention.flex_attention import flex_attention
 
     monkeypatch.setattr(contenders_module, "_compiled_flex", lambda: flex_attention)
@@ -343,6 +477,37 @@ def test_grid_holds_the_published_points(as_on_hopper):
     assert len(only) == 2
     with pytest.raises(ValueError, match=r"no workload of 'grid' on cuda has head_dim in \[40\]"):
         workloads.workloads("grid", as_on_hopper, head_dims=(40,))
+
+
+def test_named_models_have_the_sizes_that_are_published(as_on_hopper):
+    models = {w.name: w for w in workloads.workloads("named", as_on_hopper)}
+    sizes = {
+        name: (p.num_heads, p.num_kv_heads, p.seqlen_q, p.seqlen_k, p.head_dim, p.head_dim_v,
+               p.is_causal)
+        for name, p in ((name, w.problem) for name, w in models.items())
+    }  # fmt: skip
+    assert sizes == {
+        "gpt2": (12, 12, 1024, 1024, 64, 64, True),
+        "llama-3-8b": (32, 8, 8192, 8192, 128, 128, True),
+        "qwen2.5-7b": (28, 4, 4096, 4096, 128, 128, True),
+        "bert-base": (12, 12, 512, 512, 64, 64, False),
+        "minilm-l6": (12, 12, 256, 256, 32, 32, False),
+        "vit-b16": (12, 12, 197, 197, 64, 64, False),
+        "whisper-large-v3": (20, 20, 1500, 1500, 64, 64, False),
+        "sdxl-cross": (10, 10, 4096, 77, 64, 64, False),
+        "sdxl-self": (10, 10, 4096, 4096, 64, 64, False),
+        "deepseek-v3": (128, 128, 4096, 4096, 192, 128, True),
+        "deepseek-v3-padded": (128, 128, 4096, 4096, 192, 192, True),
+    }
+    for name, workload in models.items():
+        problem = workload.problem
+        assert problem.dtype == torch.bfloat16
+        assert workload.source, name
+        if not name.startswith("deepseek"):
+            assert (
+                problem.batch * problem.seqlen_q <= 16384 < (problem.batch + 1) * problem.seqlen_q
+            )
+    assert {w.name for w in workloads.workloads("all", as_on_hopper)} > models.keys()
 
 
 def test_captured_inputs_are_real_and_tiled_faithfully(as_on_hopper):
@@ -632,3 +797,38 @@ def test_unsupported_inputs_are_a_skip_with_sdpas_own_words(monkeypatch):
     workload, problem = tiny()
     with pytest.raises(Unsupported, match="head_dim 512 is too large"):
         contender.prepare("forward", workload.load(CPU), problem)
+
+
+def test_what_pytorch_warns_of_is_the_reason(monkeypatch):
+    """The headings, and that the other kernels are switched off, are none."""
+    contender = SdpaContender("sdpa-flash", SDPA["sdpa-flash"])
+    q = torch.empty(1, 1, 1, 8, device="meta")
+
+    def attend(*arguments):
+        for text in (
+            "Flash attention kernel not used because: (Triggered internally at sdp.cpp:1.)",
+            "Flash attention wants another head_dim (Triggered internally at sdp.cpp:2.)",
+            "CuDNN attention has been runtime disabled. (Triggered internally at sdp.cpp:3.)",
+        ):
+            warnings.warn(text, stacklevel=1)
+        raise RuntimeError("No available kernel.")
+
+    monkeypatch.setattr(contender, "attend", attend)
+    monkeypatch.setattr(torch.backends.cuda, "SDPAParams", lambda *arguments: None)
+    monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda params: False)
+    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+    reasons = contender._refusals(on_gpu, q, q, tiny()[1])
+    assert reasons == ["Flash attention wants another head_dim"]
+    monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda params: True)
+    assert contender._refusals(on_gpu, q, q, tiny()[1]) == []
+
+
+def test_a_terminal_sees_how_many_heats_are_done():
+    screen = io.StringIO()
+    race = RacePlugin(RaceOptions(), Console(file=screen, force_terminal=True, width=80))
+    race.pytest_collection_finish(SimpleNamespace(items=[]))
+    race.pytest_sessionfinish()
+    assert "heats" in screen.getvalue()
+    lines = RacePlugin(RaceOptions(), Console(file=io.StringIO()))
+    lines.pytest_collection_finish(SimpleNamespace(items=[]))
+    assert lines._progress is None

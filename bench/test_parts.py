@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -19,14 +17,12 @@ from flash_rosetta.bench import (
     repeat,
     roofline,
     roofline_page,
-    startup,
     sweep,
     sweep_page,
-    warm,
 )
 from flash_rosetta.bench.page import Plot, Section, markdown
 from flash_rosetta.bench.parts import PARTS, Lab, as_part, load
-from flash_rosetta.bench.warm import Compiled, Job
+from flash_rosetta.bench.warm import Compiled
 from flash_rosetta.variants import RUNGS, ForwardTileSize
 
 CPU = torch.device("cpu")
@@ -176,32 +172,6 @@ def test_a_sweep_has_every_size_and_what_it_costs(stepwise, lab, tmp_path):
     assert "| `stepwise`, head_dim 64 | 8 | 10 |" in text or "| 8 | 11 |" in text
 
 
-def test_compiling_together_tells_what_failed_and_goes_on():
-    problem = Problem(batch=3, num_heads=2, seqlen_q=24, head_dim=8, dtype=torch.float32)
-    jobs = [
-        Job("reference", problem, "forward"),
-        Job("reference", problem, "backward"),
-        Job("reference", problem, "backward"),
-        Job("cute", problem, "forward"),
-        Job("nobody", problem, "forward"),
-    ]
-    found = warm.compile_all(jobs, Lab(CPU), processes=2)
-    assert set(found) == set(jobs)
-    assert found[jobs[0]].error is None
-    assert found[jobs[1]].seconds >= 0
-    assert "target cpu" in found[jobs[3]].error
-    assert "nobody" in found[jobs[4]].error
-    assert warm.compile_all([], Lab(CPU)) == {}
-
-
-def test_a_compiler_that_hangs_is_given_up(monkeypatch):
-    monkeypatch.setattr(warm, "PATIENCE", 0.01)
-    monkeypatch.setattr(warm, "PATIENCE_EACH", 0.0)
-    problem = Problem(batch=1, num_heads=2, seqlen_q=24, head_dim=8, dtype=torch.float32)
-    job = Job("reference", problem, "forward")
-    assert "took longer than" in warm.compile_all([job], Lab(CPU))[job].error
-
-
 def test_the_roofline_needs_a_gpu():
     with pytest.raises(ValueError, match="device cpu"):
         roofline.measure(Lab(CPU))
@@ -317,37 +287,6 @@ def test_a_machine_without_nsight_compute_says_so(monkeypatch, stepwise):
 )
 def test_kernels_are_called_what_their_source_calls_them(kernel, short):
     assert profile_page.short_name(kernel) == short
-
-
-def test_a_start_is_cold_and_then_warm(tmp_path):
-    (record,) = startup.measure(Lab(CPU, backends=("reference",)))
-    assert record["verdict"] == "started"
-    for state in ("cold", "warm"):
-        assert set(record[state]) == {"forward", "backward"}
-        assert all(0 <= seconds < 60 for seconds in record[state].values())
-    text = rendered(startup.sections({"records": [record]}, {}), tmp_path)
-    assert f"| `reference` | {record['cold']['forward']:.2f} |" in text
-
-
-def test_a_start_that_fails_says_why(tmp_path):
-    (record,) = startup.measure(Lab(CPU, backends=("cute",)))
-    assert record["verdict"] == "failed"
-    assert "target cpu" in record["reasons"][0]
-    assert "`cute` failed" in rendered(startup.sections({"records": [record]}, {}), tmp_path)
-
-
-def test_caches_of_a_start_are_its_own(monkeypatch, tmp_path):
-    seen = []
-    real = subprocess.run
-
-    def run(command, env=None, **options):
-        seen.append({variable: env[variable] for variable in startup.CACHES})
-        return real([sys.executable, "-c", "print('{}')"], **options)
-
-    monkeypatch.setattr(startup.subprocess, "run", run)
-    startup._start("reference", CPU, tmp_path)
-    assert all(path.startswith(str(tmp_path)) for path in seen[0].values())
-    assert len(set(seen[0].values())) == len(startup.CACHES)
 
 
 def test_a_part_says_when_where_and_for_how_long_it_was_measured(monkeypatch):
