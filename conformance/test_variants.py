@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
 
 import pytest
@@ -190,8 +191,8 @@ def test_triton_tiles_that_no_thread_has_registers_for_are_refused(pool):
 
 def test_specialize_is_refused_for_releases_that_compute_it_wrongly(monkeypatch):
     pytest.importorskip("triton")
-    from flash_rosetta.triton_impl import ladder
-
+    package = type(registry.get("triton")).__module__.rpartition(".")[0]
+    ladder = sys.modules[f"{package}.ladder"]
     problem = Problem(batch=1, num_heads=1, seqlen_q=4096, head_dim=64, target="sm_90")
     monkeypatch.setattr(ladder.triton, "__version__", ladder.KNOWN_WRONG[0])
     (reason,) = ladder.cannot_specialize(problem)
