@@ -141,15 +141,15 @@ def _by_mask(names: list[str], problems: dict[str, str], rates: dict[Key, float]
 
 
 def _missing(records: list[Record]) -> list[Text]:
-    """Who has no number, and why, each reason once."""
-    reasons: dict[str, list[str]] = {}
+    """Who has no number, and the first reason for it, once for all problems."""
+    without: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         if not record.get("tflops"):
-            for reason in record["reasons"]:
-                name = f"`{record['backend']}:{record['rung']}`"
-                reasons.setdefault(f"{record['verdict']}: {reason}", []).append(name)
+            name = f"`{record['backend']}:{record['rung']}`"
+            without.setdefault((name, record["verdict"]), []).append(record)
     return [
-        Text(f"{', '.join(dict.fromkeys(names))} {reason}.") for reason, names in reasons.items()
+        Text(f"{name} {verdict} in {len(found)} problems: {' '.join(found[0]['reasons'][:1])}.")
+        for (name, verdict), found in without.items()
     ]
 
 

@@ -149,8 +149,8 @@ def test_the_ladders_page_says_what_its_numbers_say(stepwise, lab, tmp_path):
     )
     assert "Within 2 %: `skip`, `tma`." in text
     assert "Slower with it: `cast` x 0.90." in text
-    assert "`stepwise:specialize` skipped: this language has no such thing." in text
-    assert "`stepwise:mask` wrong: " in text
+    assert "`stepwise:specialize` skipped in 1 problems: this language has no such thing." in text
+    assert "`stepwise:mask` wrong in 1 problems: o: " in text
     assert "x 1.50 in stepwise" in text
     assert "50.0 / 75.0" in text
     assert rendered(ladder_page.sections({"records": []}, {}), tmp_path).count("No rung") == 1

@@ -196,7 +196,7 @@ def test_resuming_takes_what_is_missing_failed_or_old():
         }
     }
     steps = list(measure.STEPS)
-    left = ["ladder", "sweep", "roofline", "profile", "training"]
+    left = [step for step in steps if step not in ("race", "startup")]
     assert measure.missing(card, steps, "abc") == left
     assert measure.missing(card | {"benchmarks": []}, steps, "abc") == ["race", *left]
     assert measure.missing(card | {"error": "died"}, steps, "abc") == ["race", *left]
