@@ -712,7 +712,7 @@ MUTANTS = (
         "triton_cast_not_assigned",
         "the article this repository grew from: it passes in fp32 alone",
         forward_on("tiny"),
-        [Edit("p = p.to(v_tile.dtype)", "p.to(v_tile.dtype)", times=2)],
+        [Edit("p = p.to(v_tile.dtype)", "p.to(v_tile.dtype)")],
         is_refused_with="same dtype",
     ),
     KernelMutant(
@@ -725,13 +725,13 @@ MUTANTS = (
         "triton_tiny_scale_meets_the_mask",
         "PyTorch 2.13's CPU kernel: conformance/FINDINGS.md",
         Test("test_properties.py", "test_a_scale_below_fp32_makes_a_mean"),
-        [Edit("if factor < torch.finfo(torch.float32).tiny:", "if False:")],
+        [Edit("if factor < torch.finfo(torch.float32).tiny:", "if False:", times=2)],
     ),
     KernelMutant(
         "triton_multiply_add_overflows",
         "pytorch/pytorch#121558, with scores near 1e10",
         Test("test_properties.py", "test_huge_scores_pick_the_largest"),
-        [Edit("if tl.max(magnitude, 0) > HUGE:", "if tl.max(magnitude, 0) < 0.0:")],
+        [Edit("if tl.max(magnitude, 0) > HUGE:", "if tl.max(magnitude, 0) < 0.0:", times=2)],
         on_gpu_only=True,
     ),
     KernelMutant(
@@ -773,13 +773,19 @@ MUTANTS = (
         "triton_backward_starts_at_the_top_left_diagonal",
         "NVIDIA/cutlass#2336, in the backward",
         backward_on("ragged", only="causal-br"),
-        [Edit("tl.maximum(k_start - causal_offset, 0)", "tl.maximum(k_start, 0)")],
+        [Edit("tl.maximum(k_start - causal_offset, 0)", "tl.maximum(k_start, 0)", times=2)],
     ),
     KernelMutant(
         "triton_strides_of_q_for_do",
         "pytorch/pytorch#112577",
         backward_on("layout", only="mixed"),
-        [Edit("operand(do, tile.tile_q, width, tma)", "operand(q, tile.tile_q, width, tma)")],
+        [
+            Edit(
+                "operand(do, tile.tile_q, width, tma)",
+                "operand(q, tile.tile_q, width, tma)",
+                times=2,
+            )
+        ],
     ),
     GpuMutant(
         "launched_on_the_default_stream",
