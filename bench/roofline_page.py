@@ -57,7 +57,8 @@ def sections(part: dict[str, Any], card: dict[str, Any]) -> list[Section]:
         f"{measured['copy_bytes'] / 2**30:.0f} GiB {measured['copy_gbps']:,.0f} GB/s, read and "
         f"written. So memory is the limit below {roof.ridge:.0f} FLOPs a byte, the tensor cores "
         "above. Arithmetic intensity is counted from the problem, as if each input were read and "
-        "each output written once."
+        "each output written once. The matmul is a kernel as well, and no law: one that draws less "
+        "power for its work can pass it."
     )
     if not points:
         return [Section("The roofline", (text,))]
@@ -119,8 +120,8 @@ def _draw(points: list[tuple[Record, float]], roof: Roof) -> Any:
                     label=name if direction == "forward" else None,
                 )  # fmt: skip
     axis.annotate(
-        f"matmul, {roof.flops / 1e12:.0f} TFLOP/s", (right, roof.flops / 1e12), xytext=(-4, 4),
-        textcoords="offset points", ha="right", fontsize=8,
+        f"matmul, {roof.flops / 1e12:.0f} TFLOP/s", (roof.ridge, roof.flops / 1e12),
+        xytext=(-4, 4), textcoords="offset points", ha="right", fontsize=8,
     )  # fmt: skip
     axis.annotate(
         f"memory, {roof.bandwidth / 1e9:,.0f} GB/s", (left, roof.at(left) / 1e12), xytext=(12, 2),

@@ -12,6 +12,10 @@ CARDS = {"sm_89": 99 << 10, "sm_90": 227 << 10}
 """Shared memory that a program may use (CUDA C++ Programming Guide, by compute capability)."""
 
 
+ACROSS = 12
+"""Cells beside each other that a page has room for."""
+
+
 def sections(part: dict[str, Any], card: dict[str, Any]) -> list[Section]:
     """A section for each backend, and one about the cost."""
     records = part["records"]
@@ -105,10 +109,15 @@ def _draw(name: str, head_dim: int, sizes: list[Record]) -> Any:
         len({r["num_warps"] for r in sizes if r["tile_q"] == tile_q}) == 1 for tile_q in rows
     )
     panels = sorted({(0 if fixed else r["num_warps"], r["num_stages"]) for r in sizes})
+    lines = -(-len(panels) * len(columns) // ACROSS)
+    across = -(-len(panels) // lines)
     figure, axes = plt.subplots(
-        2, len(panels), squeeze=False, layout="constrained",
-        figsize=(0.75 * len(columns) * len(panels) + 1.6, 1.1 * len(rows) + 1.9),
+        2 * lines, across, squeeze=False, layout="constrained",
+        figsize=(0.75 * len(columns) * across + 1.6, lines * (1.1 * len(rows) + 1.2) + 0.7),
     )  # fmt: skip
+    for index in range(len(panels), lines * across):
+        for line in (0, 1):
+            axes[2 * (index // across) + line, index % across].set_visible(False)
     highest = max((r["tflops"] for r in sizes if r.get("tflops")), default=1.0)
     for index, (warps, stages) in enumerate(panels):
         here = {
@@ -118,7 +127,7 @@ def _draw(name: str, head_dim: int, sizes: list[Record]) -> Any:
         }
         title = f"{stages} stages" if fixed else f"{warps} warps, {stages} stages"
         for line, (key, bound) in enumerate((("tflops", highest), ("shared_bytes", 0.0))):
-            axis = axes[line, index]
+            axis = axes[2 * (index // across) + line, index % across]
             grid = [[here.get((q, k), {}).get(key) or float("nan") for k in columns] for q in rows]
             axis.imshow(
                 grid, aspect="auto", cmap="viridis" if line == 0 else "Greys",
@@ -135,7 +144,7 @@ def _draw(name: str, head_dim: int, sizes: list[Record]) -> Any:
                 axis.set_title(title, fontsize=9)
             else:
                 axis.set_xlabel("keys", fontsize=9)
-            if index == 0:
+            if index % across == 0:
                 axis.set_ylabel("query rows", fontsize=9)
     figure.suptitle(
         f"{name}, head_dim {head_dim}: TFLOP/s, and KB of shared memory "
