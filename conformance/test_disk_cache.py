@@ -4,6 +4,8 @@ The other two languages keep kernels on disk themselves. Nothing here runs a ker
 is of what launches them.
 """
 
+import os
+import re
 import subprocess
 import sys
 import threading
@@ -142,6 +144,62 @@ def test_no_folder_is_no_error(built, folder):
     folder.write_text("a file in the place of the folder")
     assert_launches(built.launch.compiled(Fill, "sm_80", columns=32))
     assert folder.is_file()
+
+
+@pytest.mark.parametrize("theirs", ["a group's", "anybody's", "another user's"])
+def test_a_folder_that_others_can_write_to_is_not_used(built, folder, monkeypatch, theirs):
+    built.launch.compiled(Fill, "sm_80", columns=32)
+    built.launch.compiled.cache_clear()
+    if theirs == "another user's":
+        monkeypatch.setattr("os.geteuid", lambda: folder.stat().st_uid + 1)
+        if not folder.stat().st_uid:
+            os.chown(folder, 1, -1)
+    else:
+        folder.chmod({"a group's": 0o770, "anybody's": 0o707}[theirs])
+    warning = rf"{re.escape(str(folder))} .*FLASH_ROSETTA_CACHE_DIR"
+    with pytest.warns(RuntimeWarning, match=warning):
+        assert_launches(built.launch.compiled(Fill, "sm_80", columns=32))
+    assert len(built.compilations) == 2, "what lies there is executed"
+    with pytest.warns(RuntimeWarning, match=warning):
+        built.launch.compiled(Fill, "sm_80", columns=64)
+    assert len(list(folder.iterdir())) == 1, "something is added to it"
+
+
+def test_a_file_that_others_can_write_to_is_compiled_anew(built, folder):
+    built.launch.compiled(Fill, "sm_80", columns=32)
+    (file,) = folder.iterdir()
+    file.chmod(0o666)
+    built.launch.compiled.cache_clear()
+    assert_launches(built.launch.compiled(Fill, "sm_80", columns=32))
+    assert len(built.compilations) == 2
+    (file,) = folder.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("umask", [0o002, 0o077])
+def test_what_a_user_shares_by_default_does_not_matter(built, folder, umask):
+    before = os.umask(umask)
+    try:
+        for _ in range(2):
+            built.launch.compiled(Fill, "sm_80", columns=32)
+            built.launch.compiled.cache_clear()
+    finally:
+        os.umask(before)
+    assert len(built.compilations) == 1
+
+
+def test_folders_may_have_spaces_in_their_names(built, monkeypatch, tmp_path):
+    spaced = tmp_path / "a folder"
+    spaced.mkdir()
+    monkeypatch.setenv("FLASH_ROSETTA_CACHE_DIR", str(spaced / "a cache"))
+    monkeypatch.setattr("tempfile.tempdir", str(spaced))
+    for _ in range(2):
+        assert_launches(built.launch.compiled(Fill, "sm_80", columns=32))
+        built.launch.compiled.cache_clear()
+    assert len(built.compilations) == 1
+    problem = Problem(batch=1, num_heads=1, seqlen_q=64, head_dim=64, target="sm_80")
+    (report,) = registry.get("cute:baseline").compile_only(problem)
+    assert report.registers > 0
 
 
 def test_no_home_is_no_error(built, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -40,7 +41,7 @@ def compile_only(
 def report(recipe: Recipe) -> KernelReport:
     """What the compilers make of one kernel."""
     with tempfile.TemporaryDirectory() as folder, redirect_stderr(StringIO()) as said:
-        flags = f"--keep-ptx --keep-cubin --dump-dir {folder} remarks{{ptx}}"
+        flags = f"--keep-ptx --keep-cubin --dump-dir {shlex.quote(folder)} remarks{{ptx}}"
         code = build(recipe.kernel, recipe.target, recipe.options, flags)
         ptx, cubin = code.__ptx__, code.__cubin__
         sass = _disassemble(cubin, Path(folder))

@@ -5,7 +5,7 @@ has another, of all that went into it: the kernel, its options, the card, this f
 versions of what compiled it, the processor that the launch was compiled for. So a file that is
 there and whole is right, and nothing ever needs to be invalidated. Files appear by renaming:
 processes that write the same one at once do no harm. A folder that cannot be read or written is no
-error.
+error. One that others can write to is not used, with a warning: what lies in it would be executed.
 
 The folder is $FLASH_ROSETTA_CACHE_DIR/cute, or ~/.cache/flash-rosetta/cute.
 """
@@ -15,7 +15,9 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import stat
 import tempfile
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
@@ -49,9 +51,13 @@ def name_of(kernel: type, arch: str, options: dict[str, Any]) -> str:
 
 
 def load(name: str) -> Callable[..., object] | None:
-    """The launch in a file; None if there is no such file, or not a whole one."""
+    """The launch in a file; None if there is no such file, or not a whole one of this user's."""
+    if not _is_safe():
+        return None
     try:
         file = folder() / name
+        if not _is_ours(file):  # it may be from when others could write to the folder
+            return None
         content = file.read_bytes()
         code, digest = content[:-DIGEST_BYTES], content[-DIGEST_BYTES:]
         return function_in(file) if hashlib.sha256(code).digest() == digest else None
@@ -63,16 +69,42 @@ def save(name: str, object_file: Path) -> None:
     """Keep object code under a name, if the folder allows it."""
     code = object_file.read_bytes()
     with suppress(OSError, RuntimeError):
-        folder().mkdir(parents=True, exist_ok=True, mode=0o700)  # what lies in it will be executed
+        folder().mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not _is_ours(folder()):
+            return
         with tempfile.TemporaryDirectory(dir=folder(), prefix=".") as beside:
             whole = Path(beside) / name
             whole.write_bytes(code + hashlib.sha256(code).digest())
+            whole.chmod(0o600)
             whole.replace(folder() / name)
 
 
 def function_in(object_file: Path) -> Callable[..., object]:
     """The launch in object code. Linkers ignore what follows that in the file."""
     return load_module(str(object_file), enable_tvm_ffi=True)[FUNCTION]
+
+
+def _is_safe() -> bool:
+    """Whether nobody else can write to the folder, or it is not there; warns where they can."""
+    try:
+        if _is_ours(folder()):
+            return True
+    except (OSError, RuntimeError):
+        return True
+    warnings.warn(
+        f"{folder()} is another user's or others can write to it, and what lies in it would be "
+        "executed: kernels are compiled anew, and not kept. Make it yours alone (chown, chmod go-w)"
+        f" or have {FOLDER_VARIABLE} name another folder",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    return False
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether only this user, and root, can write to a file or folder. Raises OSError for none."""
+    found = path.stat()
+    return found.st_uid in (os.geteuid(), 0) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 @lru_cache

@@ -90,6 +90,7 @@ def with_tile(shipped: Backend, size: ForwardTileSize) -> Backend:
         reasons = shipped.why_not(problem) + _refused_by_hopper(problem)
         return reasons or _refused_by_size(size, problem)
 
+    @lru_cache(maxsize=4096)
     def recipe_of(key: LaunchKey) -> Recipe:
         if not can_use_tma(key.problem, *key.layouts):
             reason = (
@@ -127,6 +128,11 @@ def _refused_by_hopper(problem: Problem) -> list[str]:
         return [f"target {problem.target} is not sm_90, whose copy engine and wgmma it is about"]
     if problem.dtype == torch.float32:
         return ["dtype torch.float32: Hopper's kernel is for operands of 16 bits"]
+    if not can_use_tma(problem):
+        return [
+            f"rows of head_dim {problem.head_dim} take {2 * problem.head_dim} bytes, and the copy "
+            "engine moves multiples of 16"
+        ]
     return []
 
 
