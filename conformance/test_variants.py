@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import replace
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -118,7 +118,12 @@ def test_rungs_compile_to_what_they_are_about(name, head_dim, is_causal, pool):
         compiled[rung] = compile_kernels(pool, f"{name}:{rung.name}", posed)
     products = {}
     for rung, future in compiled.items():
-        variant, kernels = f"{name}:{rung.name}", future.result()
+        variant = f"{name}:{rung.name}"
+        if variant == "triton:specialize" and future.exception() is not None:
+            with pytest.raises(Unsupported, match="warps of their own, not to be trusted"):
+                future.result()
+            continue
+        kernels = future.result()
         assert kernels
         for kernel in kernels:
             assert kernel.spill_bytes == 0, f"{variant}: {kernel.kernel} spills"
@@ -189,11 +194,12 @@ def test_triton_tiles_that_no_thread_has_registers_for_are_refused(pool):
         future.result()
 
 
-def test_specialize_is_refused_for_releases_that_compute_it_wrongly(monkeypatch):
+def test_specialize_is_refused_for_releases_not_to_be_trusted(pool):
     pytest.importorskip("triton")
-    package = type(registry.get("triton")).__module__.rpartition(".")[0]
-    ladder = sys.modules[f"{package}.ladder"]
+    release = version("triton")
+    if release not in ("3.6.0", "3.7.1"):
+        pytest.skip(f"nothing is known about Triton {release}")
     problem = Problem(batch=1, num_heads=1, seqlen_q=4096, head_dim=64, target="sm_90")
-    monkeypatch.setattr(ladder.triton, "__version__", ladder.KNOWN_WRONG[0])
-    (reason,) = ladder.cannot_specialize(problem)
-    assert "o is NaN" in reason
+    future = compile_kernels(pool, "triton:specialize", problem)
+    with pytest.raises(Unsupported, match=f"Triton {release} for sm_90 .*trusted: .*o is NaN"):
+        future.result()
