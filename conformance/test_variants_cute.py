@@ -65,6 +65,12 @@ def test_tiles_take_the_shared_memory_and_registers_that_are_counted(cute, pool,
     assert 128 * tile.warpgroups * tile.registers <= left, "consumers would wait for ever"
 
 
+def test_two_halves_of_p_do_not_spill(pool):
+    """They would make what the rung cast gains look like more."""
+    (report,) = compile_kernels(pool, "cute:exp2", _problem(head_dim=256)).result()
+    assert not report.spill_bytes
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_tiles_that_are_not_refused_have_room(cute, head_dim, is_causal):

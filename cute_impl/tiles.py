@@ -263,7 +263,7 @@ BASELINE_FORWARD = PortableTile(16, 16, warps=1)
 LADDER_FORWARD = {
     64: PortableTile(64, 64, num_stages=2, programs=2),  # 40 KB
     128: PortableTile(64, 32, num_stages=2, programs=2),  # 48 KB
-    256: PortableTile(64, 32),  # 64 KB
+    256: PortableTile(64, 16, num_stages=2),  # 64 KB
 }
 
 
