@@ -111,7 +111,7 @@ def _learned(names: list[str], problems: dict[str, str], rates: dict[Key, float]
         none = [f"`{rung}`" for rung in means if abs(means[rung] - 1) <= NOTICED]
         cost = [f"`{rung}` x {means[rung]:.2f}" for rung in means if means[rung] < 1 - NOTICED]
         text = f"**{name}** climbs x {geometric_mean(whole):.1f} in all: " if whole else f"{name}: "
-        text += f"{', '.join(paid)}."
+        text += f"{', '.join(paid) or 'no rung pays'}."
         if none:
             text += f" Within {100 * NOTICED:.0f} %: {', '.join(none)}."
         if cost:
@@ -166,20 +166,17 @@ def _backward(names: list[str], problems: dict[str, str], rates: dict[Key, float
         ]
         for name in names
     }
+    text = (
+        "Every key tile adds to dQ. Either a second pass owns query tiles and computes the scores "
+        "again, or the pass over keys adds to memory."
+    )
     said = ", ".join(
         f"x {geometric_mean(found):.2f} in {name}" for name, found in ratios.items() if found
     )
-    return Section(
-        "dQ: a second pass, or atomics",
-        (
-            Text(
-                "Every key tile adds to dQ. Either a second pass owns query tiles and computes the "
-                "scores again, or the pass over keys adds to memory. By atomics the backward "
-                f"reaches, of what two passes reach: {said}."
-            ),
-            Table(["TFLOP/s, second pass / atomics", *names], rows),
-        ),
-    )
+    if said:
+        text += f" By atomics the backward reaches, of what two passes reach: {said}."
+    table = Table(["TFLOP/s, second pass / atomics", *names], rows)
+    return Section("dQ: a second pass, or atomics", (Text(text), table))
 
 
 def _choice(name: str, problem: str, rates: dict[Key, float]) -> str:
@@ -192,7 +189,7 @@ def _accuracy(records: list[Record]) -> list[Section]:
     right = {
         (r["backend"], r["rung"], r["dtype"], r["inputs"]): r["rel_error"]
         for r in records
-        if r.get("rel_error") is not None
+        if r["verdict"] == "right"
     }
     rows = []
     for name, dtype, inputs in dict.fromkeys((n, d, i) for n, _, d, i in right):

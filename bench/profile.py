@@ -37,7 +37,7 @@ METRICS = {
     "occupancy_pct": ("sm__warps_active.avg.pct_of_peak_sustained_active", 1.0),
     "issue_pct": ("sm__inst_issued.avg.pct_of_peak_sustained_elapsed", 1.0),
     "registers": ("launch__registers_per_thread", 1.0),
-    "shared_dynamic_kb": ("launch__shared_mem_per_block_dynamic", 1e-3),
+    "shared_dynamic_kb": ("launch__shared_mem_per_block_dynamic", 1 / 1024),
     "block": ("launch__block_size", 1.0),
     "grid": ("launch__grid_size", 1.0),
 }

@@ -46,14 +46,15 @@ def measure(lab: Lab) -> list[Record]:
             if job in compiled:
                 record["compile_s"] = compiled[job].seconds
         records += found
+        tried = [r for r in found if r["kind"] == "size" and r["verdict"] != "skipped"]
         records.append(
             {
                 "kind": "cost",
                 "backend": name,
                 "problem": problem.id,
                 "head_dim": problem.head_dim,
-                "sizes": sum(record["verdict"] != "skipped" for record in found),
-                "compile_s": round(sum(r["compile_s"] or 0.0 for r in found), 1),
+                "sizes": len(tried),
+                "compile_s": round(sum(r["compile_s"] or 0.0 for r in tried), 1),
                 "timing_s": round(timing_s, 1),
             }
         )

@@ -135,6 +135,8 @@ def test_the_ladder_judges_every_rung_before_it_times_it(stepwise, lab):
         (rung, inputs) for rung in ("exp2", "cast") for inputs in ("normal", "peaked")
     }
     assert all(0 < r["rel_error"] < 1e-2 for r in exact)
+    errors = {r["inputs"]: r["rel_error"] for r in exact if r["rung"] == "cast"}
+    assert errors["peaked"] != errors["normal"], "the peaked inputs are the normal ones"
 
 
 def test_the_ladders_page_says_what_its_numbers_say(stepwise, lab, tmp_path):
@@ -156,6 +158,20 @@ def test_the_ladders_page_says_what_its_numbers_say(stepwise, lab, tmp_path):
     assert rendered(ladder_page.sections({"records": []}, {}), tmp_path).count("No rung") == 1
 
 
+def test_the_ladders_page_says_nothing_of_what_has_no_number(stepwise, lab, tmp_path):
+    records = [
+        r | {"verdict": "wrong"} if (r["kind"], r["rung"]) == ("accuracy", "cast") else r
+        for r in ladder.measure(lab)
+        if r["rung"] != "atomics"
+    ]
+    records = timed(records, lambda r: 100.0)
+    text = rendered(ladder_page.sections({"records": records}, {}), tmp_path)
+    assert "**stepwise** climbs x 1.0 in all: no rung pays." in text
+    assert "of what two passes reach" not in text
+    assert "100 / -" in text
+    assert "What the cast of P costs" not in text, "a wrong kernel's error stands as the price"
+
+
 def test_a_sweep_has_every_size_and_what_it_costs(stepwise, lab, tmp_path):
     records = sweep.measure(lab)
     sizes = [r for r in records if r["kind"] == "size" and r["head_dim"] == 64]
@@ -163,13 +179,14 @@ def test_a_sweep_has_every_size_and_what_it_costs(stepwise, lab, tmp_path):
     assert [r["shared_bytes"] for r in sizes[:2]] == [(64 + 4 * 32) * 128, (64 + 6 * 32) * 128]
     assert [r["verdict"] for r in sizes] == ["right"] * 7 + ["skipped"]
     cost = next(r for r in records if r["kind"] == "cost")
-    assert cost["sizes"] == 8, "the shipped tile and seven others"
+    assert cost["sizes"] == 7, "those that were compiled for the sweep; what ships was not"
     assert cost["compile_s"] == 7 * 1.5
-    rated = timed(records, lambda r: 500.0 if r["size"] == "128x32w4s3" else 300.0)
+    rates = {"128x32w4s3": 500.0, None: 400.0}  # None: what ships
+    rated = timed(records, lambda r: rates.get(r["size"], 300.0))
     text = rendered(sweep_page.sections({"records": rated}, {}), tmp_path)
-    assert "best of 7 sizes is `128x32w4s3`, 500 TFLOP/s; what ships reached 300" in text
+    assert "best of 7 sizes is `128x32w4s3`, 500 TFLOP/s; what ships reached 400" in text
     assert "1 sizes have no rate" in text
-    assert "| `stepwise`, head_dim 64 | 8 | 10 |" in text or "| 8 | 11 |" in text
+    assert "| `stepwise`, head_dim 64 | 7 | 10 | 1.5 |" in text
 
 
 def test_the_roofline_needs_a_gpu():
@@ -207,6 +224,8 @@ def test_the_roofline_places_every_kernel(tmp_path):
     # 4 n^2 d flops over 4 n d numbers of 2 bytes and n of 4: n / 2, less what lse adds.
     assert "below 188 FLOPs a byte" in text
     assert "| `triton` | forward, d128 n8192 b2 h16 | 4080 | 600 | 80 % |" in text
+    # The backward does 2.5 times the FLOPs on twice the bytes: o, do, lse and three gradients too.
+    assert "| `triton` | backward, d128 n8192 b2 h16 | 5100 | 600 | 80 % |" in text
     assert "sdpa-math" not in text
     roof = roofline_page.Roof(750e12, 4e12)
     assert roof.at(10) == 4e13
@@ -219,13 +238,17 @@ CSV = '''==PROF== Connected to process 7
 "ID","Kernel Name","thread Domain:Push/Pop_Range","gpu__time_duration.sum","dram__bytes_read.sum",\
 "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",\
 "sm__pipe_tensor_cycles_active.max.pct_of_peak_sustained_active","launch__registers_per_thread",\
+"launch__shared_mem_per_block_dynamic",\
 "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio",\
-"smsp__average_warps_issue_stalled_selected_per_issue_active.ratio"
-"","","","nsecond","Mbyte","%","%","register/thread","inst","inst"
+"smsp__average_warps_issue_stalled_selected_per_issue_active.ratio",\
+"smsp__average_warps_issue_stalled_wait_per_issue_active.ratio"
+"","","","nsecond","Mbyte","%","%","register/thread","byte/block","inst","inst","inst"
 "0","forward_kernel(int)","""<default domain>:forward:none""","1,015,600","201.4","58.5",\
-"99","138","1.33","1"
-"1","dkdv_kernel","""<default domain>:backward:none""","1631800","272","72","99","240","no data","1"
-"2","preprocess_kernel","""<default domain>:backward:none""","35000","135","0.2","99","34","0.5","1"
+"99","138","196,608","1.33","1","2.2"
+"1","dkdv_kernel","""<default domain>:backward:none""","1631800","272","72",\
+"99","240","101376","no data","1","no data"
+"2","preprocess_kernel","""<default domain>:backward:none""","35000","135","0.2",\
+"99","34","0","0.5","1","no data"
 '''
 
 
@@ -246,7 +269,8 @@ def test_nsight_computes_figures_are_read(monkeypatch, tmp_path):
     assert forward["dram_read_mb"] == pytest.approx(201.4)
     assert forward["tensor_pct"] == 58.5, "the mean over multiprocessors, not the highest"
     assert forward["l2_hit_pct"] is None
-    assert forward["stalls"] == {"barrier": 1.33, "selected": 1.0}
+    assert forward["shared_dynamic_kb"] == 192, "in units of 1024 bytes, as the sweep's"
+    assert forward["stalls"] == {"barrier": 1.33, "selected": 1.0, "wait": 2.2}
     assert dkdv["stalls"] == {"selected": 1.0}
     records = [
         forward,
@@ -259,7 +283,7 @@ def test_nsight_computes_figures_are_read(monkeypatch, tmp_path):
     assert "`triton` forward, forward | 1016 | 58.5" in first
     assert "preprocess" in folded
     assert "preprocess" not in first
-    assert "barrier 1.33" in first
+    assert "| wait 2.20 | barrier 1.33 |" in first
     assert "selected" not in first
     assert "`cute` failed: x" in first
 
