@@ -14,16 +14,14 @@ import torch
 
 from flash_rosetta import registry
 from flash_rosetta.backend import Unsupported
-from flash_rosetta.bench import timing
-from flash_rosetta.bench.contenders import Run
-from flash_rosetta.bench.heat import figures, significant
-from flash_rosetta.bench.judge import Judge, Judgement
+from flash_rosetta.bench.judge import Judge
 from flash_rosetta.bench.ladder_page import sections
 from flash_rosetta.bench.parts import Lab, Record
 from flash_rosetta.bench.timing import Stopwatch
+from flash_rosetta.bench.trial import trial
 from flash_rosetta.bench.warm import Compiled, Job, compile_all
 from flash_rosetta.bench.workloads import HIDDEN, TOKENS
-from flash_rosetta.problem import DTYPE_NAMES, Direction, Inputs, Problem, target_of
+from flash_rosetta.problem import DTYPE_NAMES, Direction, Problem, target_of
 from flash_rosetta.variants import RUNGS, SEPARATOR, Varied
 
 __all__ = ["measure", "sections"]
@@ -123,48 +121,23 @@ def _climb(
     compiled: dict[Job, Compiled],
 ) -> list[Record]:
     """Judge and time all rungs on one problem."""
-    inputs = problem.inputs(lab.device)
-    judge = Judge(direction, inputs, problem)
-    runs: dict[str, Run] = {}
-    records = {}
+    names = [climber.name for climber in climbers]
+    tried = trial(
+        names, direction, problem, compiled, watch, lab.device, budget=0.25, rounds=ROUNDS
+    )
+    records = []
     for climber in climbers:
-        job = Job(climber.name, problem, direction)
-        record = records[climber.name] = {
-            "kind": "speed",
-            **_identity(climber, problem),
-            "direction": direction,
-            "compile_s": compiled[job].seconds if job in compiled else None,
-        }
-        if reasons := registry.why_not(climber.name, problem):
-            record |= {"verdict": "skipped", "reasons": reasons}
-            continue
-        if job in compiled and (error := compiled[job].error):
-            record |= {"verdict": "failed", "reasons": [error]}  # here it might hang as well
-            continue
-        try:
-            run = _prepare(climber, direction, inputs, problem)
-            judgement = judge(run())
-        except Exception as error:  # a compiler's or a launch's: one rung less
-            record |= {"verdict": "failed", "reasons": [f"{type(error).__name__}: {error}"]}
-            continue
-        record |= _verdict(judgement)
-        if not judgement.faults:
-            runs[climber.name] = run
-    if runs:
-        for name, seconds in timing.race(runs, watch, budget=0.25, rounds=ROUNDS).items():
-            records[name] |= figures(
-                [significant(s) for s in seconds], problem.flops(direction), lab.device
-            )
-    return list(records.values())
-
-
-def _prepare(climber: Climber, direction: Direction, inputs: Inputs, problem: Problem) -> Run:
-    backend = registry.get(climber.name)
-    q, k, v, do, _ = inputs
-    if direction == "forward":
-        return lambda: backend.forward(q, k, v, problem)
-    o, lse = backend.forward(q, k, v, problem)
-    return lambda: backend.backward(do, None, q, k, v, o, lse, problem)
+        outcome = compiled.get(Job(climber.name, problem, direction))
+        records.append(
+            {
+                "kind": "speed",
+                **_identity(climber, problem),
+                "direction": direction,
+                "compile_s": outcome.seconds if outcome else None,
+                **tried[climber.name],
+            }
+        )
+    return records
 
 
 def _accuracy_problems(lab: Lab) -> Iterator[tuple[Problem, float]]:
@@ -192,9 +165,11 @@ def _exactness(lab: Lab, climber: Climber, problem: Problem, peak: float) -> Rec
         return record | {"verdict": "skipped", "reasons": reasons}
     try:
         outputs = registry.get(climber.name).forward(*inputs[:3], problem)
-        return record | _verdict(Judge("forward", inputs, problem)(outputs))
+        judgement = Judge("forward", inputs, problem)(outputs)
     except Exception as error:
         return record | {"verdict": "failed", "reasons": [f"{type(error).__name__}: {error}"]}
+    verdict = "wrong" if judgement.faults else "right"
+    return record | {"verdict": verdict, "reasons": judgement.faults, **judgement.errors}
 
 
 def _identity(climber: Climber, problem: Problem) -> Record:
@@ -209,8 +184,3 @@ def _identity(climber: Climber, problem: Problem) -> Record:
         "is_causal": problem.is_causal,
         "dtype": DTYPE_NAMES[problem.dtype],
     }
-
-
-def _verdict(judgement: Judgement) -> Record:
-    verdict = "wrong" if judgement.faults else "right"
-    return {"verdict": verdict, "reasons": judgement.faults, **judgement.errors}
