@@ -106,6 +106,13 @@ class Lane:
         return Problem(**sizes | changes)
 
 
+def _queries(seqlen_q: int, head_dim: int, dtype: torch.dtype, **changes: Any) -> Problem:
+    """Many queries, and few keys: so that it is judged soon."""
+    return Problem(
+        batch=1, seqlen_q=seqlen_q, seqlen_k=700, head_dim=head_dim, dtype=dtype, **changes
+    )
+
+
 GPU = Lane(
     name="gpu",
     batch=2,
@@ -148,6 +155,12 @@ GPU = Lane(
         Problem(batch=1, num_heads=2, seqlen_q=4096, head_dim=128, dtype=BF16, **TOP_LEFT),
         Problem(batch=1, num_heads=2, seqlen_q=2048, head_dim=64, dtype=FP16),
         Problem(batch=1, num_heads=2, seqlen_q=100, seqlen_k=16384, head_dim=64, dtype=BF16),
+        # Many queries may have tiles of their own, here more of them than an H200 runs at once.
+        _queries(8200, 64, FP16, num_heads=4),
+        _queries(8200, 64, BF16, num_heads=4, **TOP_LEFT),
+        _queries(8200, 128, BF16, num_heads=4),
+        _queries(1100, 256, FP16, num_heads=16, scale=-0.5),
+        _queries(2100, 256, BF16, num_heads=9, **TOP_LEFT),
     ),
     many=((70000, 1), (1, 70000)),
     random=24,

@@ -57,10 +57,14 @@ PROBLEMS = [
     _problem("sm_90", 64, BF16, is_causal=True, seqlen_q=4096),
     _problem("sm_90", 64, FP16),
     _problem("sm_90", 128, BF16, is_causal=True),
+    _problem("sm_90", 64, FP16, is_causal=True, seqlen_q=8192),
     _problem("sm_90", 128, BF16, seqlen_q=1024),
+    _problem("sm_90", 128, FP16, seqlen_q=8192),
     _problem("sm_90", 128, FP16, num_kv_heads=2),
     _problem("sm_90", 256, BF16, is_causal=True),
+    _problem("sm_90", 256, BF16, is_causal=True, seqlen_q=2048),
     _problem("sm_90", 256, FP16),
+    _problem("sm_90", 256, BF16, seqlen_q=1024),
     _problem("sm_90", 72, BF16, is_causal=True, causal_alignment="bottom_right"),
     _problem("sm_80", 64, FP16, is_causal=True),
     _problem("sm_80", 128, BF16, is_causal=True),
@@ -80,7 +84,10 @@ PROBLEMS = [
 of their own, deterministic ones kernels of their own."""
 
 
-QUICK = (PROBLEMS[3], PROBLEMS[13])
+QUICK = (
+    _problem("sm_90", 128, BF16, is_causal=True),
+    _problem("sm_89", 128, FP16, is_causal=True),
+)
 """A causal problem on sm_90, and one where shared memory is scarcest."""
 
 

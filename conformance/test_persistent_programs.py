@@ -84,8 +84,7 @@ def test_programs_of_a_causal_problem_have_equal_work():
 def test_warpgroups_ask_for_no_more_registers_than_their_program_has(modules):
     """All threads start with the same number, in eights; a warpgroup that asks for more waits."""
     tiles, producer = modules["tiles"], modules["forward"].PRODUCER_REGISTERS
-    forward_tiles = [t.forward for t in tiles.HOPPER.values()] + [*tiles.LONG_FORWARD.values()]
-    for tile in forward_tiles:
+    for tile in (each.forward for each in (*tiles.HOPPER.values(), *tiles.LONG.values())):
         threads = 128 * (tile.warpgroups + 1)
         at_the_start = min(65536 // (threads * tile.programs), 255) // 8 * 8 * threads
         assert 128 * (producer + tile.warpgroups * tile.registers) <= at_the_start, tile

@@ -48,7 +48,8 @@ def pool() -> Iterator[ProcessPoolExecutor]:
 
 
 @pytest.mark.parametrize(
-    ("text", "head_dim"), [("64x64w4s3", 64), ("128x96w8s2", 128), ("192x64w12s2", 64)]
+    ("text", "head_dim"),
+    [("64x64w4s3", 64), ("128x96w8s2", 128), ("192x64w12s2", 64), ("128x64w8s2", 256)],
 )
 def test_tiles_take_the_shared_memory_and_registers_that_are_counted(cute, pool, text, head_dim):
     problem = _problem(head_dim=head_dim)
@@ -95,7 +96,8 @@ def test_tiles_that_are_not_refused_have_room(cute, head_dim, is_causal):
 def test_sizes_that_ship_give_the_tiles_that_ship():
     tiles, variants = _module("tiles"), _module("variants")
     shipped = [(width, each.forward) for width, each in tiles.HOPPER.items()]
-    for width, tile in [*shipped, *tiles.LONG_FORWARD.items()]:
+    shipped += [(width, long.forward) for (width, _), long in tiles.LONG.items()]
+    for width, tile in shipped:
         size = ForwardTileSize(tile.tile_q, tile.tile_k, tile.tile_q // 16, tile.num_stages)
         assert variants._tile(size, _problem(head_dim=width)) == tile
 
@@ -155,7 +157,7 @@ def _recipe(variant: str, **changes: Any) -> Any:
         ("overlap", {"head_dim": 33}, "rows of head_dim 33 take 66 bytes"),
         ("64x64w4s2", {"target": "sm_100"}, "target sm_100 is not sm_90"),
         ("64x64w4s2", {"head_dim": 33}, "rows of head_dim 33 take 66 bytes"),
-        ("128x128w8s3", {}, "128x128w8s3 at head_dim 128 is 262144 bytes, and sm_90 has 232448"),
+        ("128x192w8s3", {}, "128x192w8s3 at head_dim 128 is 327680 bytes, and sm_90 has 232448"),
         ("64x128w4s3", {}, "is 229376 bytes, and sm_90 has .* holds two such programs"),
         ("192x192w12s2", {"head_dim": 64}, "needs about 208 registers .* warpgroups have 160"),
         (
@@ -189,7 +191,7 @@ def test_strides_that_the_copy_engine_cannot_take_are_refused_by_its_tiles():
 
 
 def test_the_backward_rungs_are_two_kernels(cute):
-    problem = _problem(needs_backward=True)
+    problem = _problem(seqlen_q=2000, needs_backward=True)
     kernels = {}
     for rung in ("second-pass", "atomics"):
         launches = plan_without_memory(
@@ -203,6 +205,22 @@ def test_the_backward_rungs_are_two_kernels(cute):
     problem = replace(problem, deterministic=True)
     shipped = plan(problem, plan_backward=cute.plan_backward)
     assert [launch.recipe.kernel.__name__ for launch in shipped[1:]] == kernels["second-pass"]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "short", "long"),
+    [
+        (32, {"seqlen_q": 700, "seqlen_k": 5000}, {"seqlen_q": 800, "seqlen_k": 100}),
+        (64, {"seqlen_q": 1000, "is_causal": True}, {"seqlen_q": 1100, "is_causal": True}),
+        (128, {"seqlen_q": 5000, "seqlen_k": 200}, {"seqlen_q": 100, "seqlen_k": 300}),
+        (128, {"seqlen_q": 700, "is_causal": True}, {"seqlen_q": 800, "is_causal": True}),
+    ],
+)
+def test_short_problems_take_two_passes(cute, head_dim, short, long):
+    for changes, passes in ((short, "Dq"), (long, "OnePass")):
+        problem = _problem(head_dim=head_dim, needs_backward=True, **changes)
+        launches = plan_without_memory(problem, cute.plan_forward, cute.plan_backward)
+        assert passes in [launch.recipe.kernel.__name__ for launch in launches], changes
 
 
 @pytest.mark.parametrize(

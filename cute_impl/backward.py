@@ -18,9 +18,9 @@ One warp, the producer, has the copy engine fill rings of query and dO tiles; tw
 keys each multiply asynchronously; another warp has the copy engine add their dQ tiles to dq_acc.
 
 Key tiles add to a row of dq in any order, whose sum then may differ in its last bits from run to
-run. Where that must not be, and where a key tile's dK and dV do not fit in registers beside dQ
-(head_dim > 128), `two_pass_backward.py` runs; for fp32, for strides that the copy engine does not
-take and on other cards `portable_backward.py`.
+run. Where that must not be, where a key tile's dK and dV do not fit in registers beside dQ
+(head_dim > 128), and for short problems, `two_pass_backward.py` runs; for fp32, for strides that
+the copy engine does not take and on other cards `portable_backward.py`.
 
 Constraints
     head_dim 8 to 128, a multiple of 8, padded to 64 or 128 in the tile; fp16, bf16; strides that
@@ -68,7 +68,12 @@ from flash_rosetta.cute_impl.gradients import (
 )
 from flash_rosetta.cute_impl.launch import Recipe
 from flash_rosetta.cute_impl.portable_backward import PortableRecipes, portable_recipes
-from flash_rosetta.cute_impl.tiles import OnePassTile, padded_head_dim, tiles_for
+from flash_rosetta.cute_impl.tiles import (
+    OnePassTile,
+    padded_head_dim,
+    takes_one_pass,
+    tiles_for,
+)
 from flash_rosetta.cute_impl.tiling import (
     CONSUMER_REGISTERS,
     DTYPES,
@@ -119,10 +124,15 @@ def plan_backward(
     o: Tensor,
     lse: Tensor,
     problem: Problem,
+    one_pass: bool | None = None,
 ) -> Plan:
-    """The launches that compute dq, dk and dv, and the tensors they will fill."""
+    """The launches that compute dq, dk and dv, and the tensors they will fill.
+
+    `one_pass`: where the copy engine can move the tensors, in one pass or in two; what ships if
+    left out.
+    """
     key = launch_key(problem, q, k, v, do, o, lse, dlse)
-    return _recipes(key).plan(do, dlse, q, k, v, o, lse)
+    return _recipes(key, one_pass).plan(do, dlse, q, k, v, o, lse)
 
 
 class OnePassRecipes(NamedTuple):
@@ -157,14 +167,16 @@ class OnePassRecipes(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _recipes(key: LaunchKey) -> OnePassRecipes | TwoPassRecipes | PortableRecipes:
+def _recipes(
+    key: LaunchKey, one_pass: bool | None
+) -> OnePassRecipes | TwoPassRecipes | PortableRecipes:
     """Of the kernels that the problem is for."""
     problem = key.problem
     q, k, v, do, o, _, dlse = key.layouts
     if not can_use_tma(problem, q, k, v, do, o):
         return portable_recipes(key)
     tile = tiles_for(problem).one_pass
-    if tile is None or problem.deterministic:
+    if tile is None or not (takes_one_pass(problem) if one_pass is None else one_pass):
         return two_pass_recipes(key)
     width = padded_head_dim(problem.head_dim)
     num_tiles = -(-problem.seqlen_q // tile.tile_q)

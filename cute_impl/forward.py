@@ -51,7 +51,7 @@ from flash_rosetta.cute_impl.softmax import (
     online_softmax,
     rescale,
 )
-from flash_rosetta.cute_impl.tiles import ForwardTile, padded_head_dim, tiles_for
+from flash_rosetta.cute_impl.tiles import ForwardTile, o_takes_q, padded_head_dim, tiles_for
 from flash_rosetta.cute_impl.tiling import (
     DTYPES,
     PRODUCER_REGISTERS,
@@ -199,6 +199,7 @@ class Forward:
         # Tiles in shared memory. A slot of queries is one of 64 rows for each warpgroup.
         self.q_shape = 64, width, tile.query_stages * tile.warpgroups
         self.k_shape = tile.tile_k, width, tile.num_stages
+        self.o_takes_q = o_takes_q(tile, width)
         self.o_shape = 64, width, tile.warpgroups
 
     def signature(self) -> tuple:
@@ -247,13 +248,14 @@ class Forward:
 
     def storage(self):
         tile = self.tile
+        o_shape = (0, 0, 0) if self.o_takes_q else self.o_shape
 
         @cute.struct
         class Storage:
             q: room_for(self.dtype, self.q_shape)
             k: room_for(self.dtype, self.k_shape)
             v: room_for(self.dtype, self.k_shape)
-            o: room_for(self.dtype, self.o_shape)
+            o: room_for(self.dtype, o_shape)
             q_full: barriers(tile.query_stages)
             q_empty: barriers(tile.query_stages)
             k_full: barriers(tile.num_stages)
@@ -300,7 +302,9 @@ class Forward:
             tiles_in(storage.v, self.dtype, self.k_shape),
             storage.v_full, storage.v_empty, tile.num_stages, tile.tile_k * row_bytes,
         )  # fmt: skip
-        o_tiles = tiles_in(storage.o, self.dtype, self.o_shape)
+        o_tiles = queries.tiles
+        if const_expr(not self.o_takes_q):
+            o_tiles = tiles_in(storage.o, self.dtype, self.o_shape)
         turns = Turns(tile, self.is_causal, causal_offset, num_tiles, total, programs, q, k)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
@@ -339,8 +343,12 @@ class Forward:
 
     @cute.jit
     def produce(self, load_q, q, load_k, k, load_v, v, queries, keys, values, group_size, turns):
-        """What the producer's warp does: key tiles go a tile ahead of value tiles."""
+        """What the producer's warp does: key tiles go a tile ahead of value tiles.
+
+        Where a query tile has to wait for O, the first value tile goes before it.
+        """
         groups = self.tile.warpgroups
+        early = 1 if self.o_takes_q else 0
         done = Int32(0)
         for round in cutlass.range(turns.num_rounds(), unroll=1):
             index = turns.index(round)
@@ -354,6 +362,8 @@ class Forward:
                 to_v, from_v = tiles_of(load_v, values.tiles, v[None, None, kv_head, batch])
                 if n > 0:
                     fill(keys, done, load_k, to_k, from_k, n - 1)
+                    if const_expr(early > 0):
+                        fill(values, done, load_v, to_v, from_v, n - 1)
                 full_q = queries.begin_fill(round)
                 for group in range_constexpr(groups):
                     cute.copy(
@@ -364,8 +374,9 @@ class Forward:
                     )
                 for t in cutlass.range(1, n, unroll=1):
                     fill(keys, done + t, load_k, to_k, from_k, n - 1 - t)
-                    fill(values, done + t - 1, load_v, to_v, from_v, n - t)
-                if n > 0:
+                    if t > early:
+                        fill(values, done + t - 1, load_v, to_v, from_v, n - t)
+                if n > early:
                     fill(values, done + n - 1, load_v, to_v, from_v, 0)
                 done += n
 
@@ -421,7 +432,7 @@ class Forward:
                     warpgroup.wait_group(0)
                     keys.release(done)
                     if n == 1:
-                        queries.release(round)
+                        self.release_queries(queries, round)
                     if n * tile_k > full:
                         mask(s, row, q_start, (n - 1) * tile_k, seqlen_k, causal_offset)
                     online_softmax(s, row)
@@ -450,7 +461,7 @@ class Forward:
                         warpgroup.wait_group(1)
                         keys.release(done + 1)
                         if t == n - 1:
-                            queries.release(round)
+                            self.release_queries(queries, round)
                         if const_expr(self.is_causal):
                             if (n - t) * tile_k > full:
                                 k_start = (n - 1 - t) * tile_k
@@ -470,19 +481,30 @@ class Forward:
                     values.release(done)
                     done += 1
                 else:
-                    queries.release(round)
+                    self.release_queries(queries, round)
                 finish(acc, row, lse[batch, head, None], q_start, seqlen_k, causal_offset)
                 o_head = o[None, None, head, batch]
-                self.store(pv, acc, o_tiles[None, None, group], store_o, o_head, q_start, meet)
+                self.store(pv, acc, o_tiles, group, store_o, o_head, q_start, meet, queries, round)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         if const_expr(tile.take_turns):
             if group == 0:
                 # a turn that nobody takes: each arrival is met
                 cute.arch.barrier(barrier_id=turn, number_of_threads=256)
 
+    def release_queries(self, queries, round):
+        """After the last product with a query tile: its slot is free, unless O is to lie there."""
+        if not self.o_takes_q:
+            queries.release(round)
+
     @cute.jit
-    def store(self, pv: cutlass.Constexpr, acc, o_tile, store_o, o, q_start, meet):
+    def store(
+        self, pv: cutlass.Constexpr, acc, o_tiles, group, store_o, o, q_start, meet, queries, round
+    ):  # fmt: skip
         """Have the copy engine write a warpgroup's rows of one head, which meets at `meet`."""
+        slot = group
+        if const_expr(self.o_takes_q):
+            slot = queries.slot(round) * self.tile.warpgroups + group
+        o_tile = o_tiles[None, None, slot]
         thread = cute.arch.thread_idx()[0] % 128
         o_rounded = rounded(acc, self.dtype)
         is_storing = thread < 32  # the warp that speaks to the copy engine
@@ -497,6 +519,9 @@ class Forward:
             from_o, to_o = tiles_of(store_o, o_tile, o)
             cute.copy(store_o, from_o, to_o[None, q_start // 64])
             cute.arch.cp_async_bulk_commit_group()
+        if const_expr(self.o_takes_q):
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            queries.release(round)
 
     def product(self, b_major, columns: int, a_source) -> cute.TiledMma:
         """What multiplies the 64 rows of one warpgroup."""

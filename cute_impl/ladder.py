@@ -239,7 +239,7 @@ class SpecializedForward(Forward):
                     warpgroup.wait_group(0)
                     keys.release(done)
                     if t == n - 1:
-                        queries.release(round)
+                        self.release_queries(queries, round)
                     if (n - t) * tile_k > full:
                         mask(s, row, q_start, (n - 1 - t) * tile_k, seqlen_k, causal_offset)
                     grown = online_softmax(s, row)
@@ -253,10 +253,10 @@ class SpecializedForward(Forward):
                     values.release(done)
                     done += 1
                 if n == 0:
-                    queries.release(round)
+                    self.release_queries(queries, round)
                 finish(acc, row, lse[batch, head, None], q_start, seqlen_k, causal_offset)
                 o_head = o[None, None, head, batch]
-                self.store(pv, acc, o_tiles[None, None, group], store_o, o_head, q_start, meet)
+                self.store(pv, acc, o_tiles, group, store_o, o_head, q_start, meet, queries, round)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 

@@ -1,7 +1,8 @@
 """Tile sizes by head_dim, operand width and card, with the reason for each number.
 
 Shared memory of a program, in bytes, for operands of 2 bytes and head_dim padded to D:
-    forward 2 D (query_stages tile_q + 2 num_stages tile_k + tile_q), the last of them for O
+    forward 2 D (query_stages tile_q + 2 num_stages tile_k + tile_q), the last of them for O, which
+        lies where Q was if that is too much
     one pass 2 D (256 + 2 num_stages tile_q), and 512 tile_q for dS, 4 D tile_q for dQ
     dk/dv 2 D (128 + 4 tile_q), and by product 256 tile_q for P
     dq 2 D (2 tile_q + (key_stages + value_stages) tile_k)
@@ -15,6 +16,7 @@ A program may use 227 KB on sm_90 and sm_100, 163 KB on sm_80, 99 KB on sm_86, s
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from flash_rosetta.cute_impl.tiling import PRODUCER_REGISTERS
 from flash_rosetta.problem import Problem
@@ -152,10 +154,26 @@ HOPPER = {
 MOST_SHARED_BYTES = 227 * 1024
 """Shared memory that one program may use on Hopper."""
 
+BARRIER_BYTES = 1024
+"""What a program's barriers take of it at most, tiles starting at multiples of this."""
+
 
 def forward_bytes(tile: ForwardTile, width: int) -> int:
     """Shared memory of one program of Hopper's forward, in bytes: the formula above."""
-    rows = (tile.query_stages + 1) * tile.tile_q + 2 * tile.num_stages * tile.tile_k
+    o_stages = 0 if o_takes_q(tile, width) else 1
+    return _bytes(tile, width, o_stages)
+
+
+def o_takes_q(tile: ForwardTile, width: int) -> bool:
+    """Whether O is stored from where the query tile was, as there is no room for both.
+
+    The next query tile then waits for that, which short problems notice.
+    """
+    return _bytes(tile, width, o_stages=1) > MOST_SHARED_BYTES - BARRIER_BYTES
+
+
+def _bytes(tile: ForwardTile, width: int, o_stages: int) -> int:
+    rows = (tile.query_stages + o_stages) * tile.tile_q + 2 * tile.num_stages * tile.tile_k
     return 2 * width * rows
 
 
@@ -167,23 +185,47 @@ def forward_registers(tile: ForwardTile, width: int) -> int:
     return tile.tile_k // 2 + tile.tile_k // 4 + width // 2 + 32
 
 
-# Three warpgroups that share their keys ask L2 for a third of the bytes. Their registers still hold
-# 128 keys of P and S beside an O of 64 columns. Short problems pay for the rows that 192 leave
-# over, and, when causal, for programs that differ more in length.
-LONG_FORWARD = {
-    64: ForwardTile(192, 128, take_turns=True),  # 112 KB, 160 registers; a third stage only costs
+class Long(NamedTuple):
+    """The forward's tile from so many queries on."""
+
+    seqlen_q: int
+    forward: ForwardTile
+
+
+# By width and is_causal. Three warpgroups that share their keys ask L2 for a third of the bytes.
+# Short problems pay for the rows that 192 leave over, and, when causal, for programs that differ
+# more in length. A third stage only costs. At a width of 256, O where Q was leaves room for more
+# keys: fewer steps for the same products.
+LONG = {
+    (64, False): Long(512, ForwardTile(192, 128, take_turns=True)),  # 112 KB, 160 registers
+    (64, True): Long(2048, ForwardTile(192, 128, take_turns=True)),
+    (128, False): Long(2048, ForwardTile(192, 80)),  # 176 KB, 160 registers
+    (256, False): Long(1024, ForwardTile(128, 80)),  # 224 KB, 240 registers
+    (256, True): Long(2048, ForwardTile(128, 80)),
 }
-LONG, LONG_CAUSAL = 512, 2048
+
+# By width and is_causal: up to how many queries (at a width of 64) or keys (of 128) the backward
+# takes two passes. Of these rows the one pass holds 128 at a time, many of them empty in a short
+# problem, and it clears, adds up and rounds dq, which two passes write at once.
+SHORT = {(64, False): 768, (64, True): 1024, (128, False): 256, (128, True): 768}
 
 
 def tiles_for(problem: Problem) -> Tiles:
     """The tiles that run `problem` on Hopper."""
     width = padded_head_dim(problem.head_dim)
-    tiles = HOPPER[width]
-    long = LONG_CAUSAL if problem.is_causal else LONG
-    if width in LONG_FORWARD and problem.seqlen_q >= long:
-        tiles = replace(tiles, forward=LONG_FORWARD[width])
+    tiles, long = HOPPER[width], LONG.get((width, problem.is_causal))
+    if long and problem.seqlen_q >= long.seqlen_q:
+        tiles = replace(tiles, forward=long.forward)
     return tiles
+
+
+def takes_one_pass(problem: Problem) -> bool:
+    """Whether the backward of `problem` runs in one pass on Hopper."""
+    width = padded_head_dim(problem.head_dim)
+    if HOPPER[width].one_pass is None or problem.deterministic:
+        return False
+    rows = problem.seqlen_q if width == 64 else problem.seqlen_k
+    return rows > SHORT[width, problem.is_causal]
 
 
 @dataclass(frozen=True)

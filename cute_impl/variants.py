@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,14 +53,8 @@ def rung(shipped: Backend, name: str) -> Backend:
         return ForwardVariant(full_name, refusals, plan, compile_only, failures)
     if name == "overlap":
         return ForwardVariant(full_name, refusals, plan_forward, compile_only)
-    backward = plan_backward if name == "atomics" else plan_two_passes
+    backward = partial(plan_backward, one_pass=name == "atomics")
     return BackwardVariant(full_name, shipped, refusals, backward, compile_only)
-
-
-def plan_two_passes(*arguments: Any) -> Any:
-    """`plan_backward`'s launches where results must be deterministic, which two passes are."""
-    *tensors, problem = arguments
-    return plan_backward(*tensors, replace(problem, deterministic=True))
 
 
 def tile_sizes() -> list[ForwardTileSize]:
@@ -71,7 +63,7 @@ def tile_sizes() -> list[ForwardTileSize]:
         ForwardTileSize(tile_q, tile_k, tile_q // 16, num_stages)
         for num_stages in (2, 3)
         for tile_q in (64, 128, 192)
-        for tile_k in (32, 64, 96, 128, 192)
+        for tile_k in (32, 64, 80, 96, 128, 192)
     ]
 
 
@@ -112,13 +104,13 @@ def shared_bytes(size: ForwardTileSize, problem: Problem) -> int:
 
 
 def _tile(size: ForwardTileSize, problem: Problem) -> ForwardTile:
-    """Alone, a warpgroup's programs come in twos, as shipped; three take turns, as shipped."""
+    """Alone, a warpgroup's programs come in twos; three take turns at a width of 64: as shipped."""
     return ForwardTile(
         size.tile_q,
         size.tile_k,
         num_stages=size.num_stages,
         programs=2 if size.tile_q == 64 else 1,
-        take_turns=size.tile_q == 192,
+        take_turns=size.tile_q == 192 and padded_head_dim(problem.head_dim) == 64,
     )
 
 

@@ -45,6 +45,7 @@ from flash_rosetta.tilelang_impl.launch import Launch, Recipe
 from flash_rosetta.tilelang_impl.tiles import (
     PRODUCER_REGISTERS,
     ForwardTile,
+    o_takes_q,
     padded_head_dim,
     tiles_for,
 )
@@ -162,6 +163,15 @@ def ring(slots: int, rows: int, width: int, dtype: str, consumers: int) -> Ring:
     )
 
 
+def place_of_o(takes_q: bool, queries: Ring, dtype: str) -> Any:
+    """Where O is stored from: tiles of its own, or those of the queries."""
+    if takes_q:
+        return queries.tiles
+    tiles = T.alloc_shared(queries.tiles.shape, dtype)
+    T.annotate_layout({tiles: make_swizzled_layout(tiles)})
+    return tiles
+
+
 @T.macro
 def fill(ring, n, x, batch, head, row):
     """Wait for the n-th tile's slot to be empty, and have it filled with rows [row, ...) of x."""
@@ -276,10 +286,13 @@ def fill_queries(queries, n, q, batch, head, q_start):
 
 @T.macro
 def produce(
-    is_causal, q, k, v, queries, keys, values,
+    is_causal, queries_wait, q, k, v, queries, keys, values,
     causal_offset, num_tiles, group_size, total, program, programs,
 ):  # fmt: skip
-    """What the producer's warp does: it has all tiles loaded that a program works on, in order."""
+    """What the producer's warp does: it has all tiles loaded that a program works on, in order.
+
+    Where `queries_wait`, for O to leave their place, the first key and value tile go before them.
+    """
     tile_q = queries.tiles.shape[0] * queries.tiles.shape[1]
     tile_k = keys.tiles.shape[1]
     done = register()
@@ -289,9 +302,14 @@ def produce(
             q_start = register(first_row(index, num_tiles, tile_q))
             batch, head = batch_and_head(index, num_tiles, q.shape[1])
             kv_head = register(T.truncdiv(head, group_size))
-            fill_queries(queries, round, q, batch, head, q_start)
             n = num_key_tiles(tile_q, tile_k, is_causal, q_start, k.shape[2], causal_offset)
             k_start = register((n - 1) * tile_k)
+            if queries_wait and k_start >= 0:
+                fill(keys, done, k, batch, kv_head, k_start)
+                fill(values, done, v, batch, kv_head, k_start)
+                done = done + 1
+                k_start = k_start - tile_k
+            fill_queries(queries, round, q, batch, head, q_start)
             while k_start >= 0:
                 fill(keys, done, k, batch, kv_head, k_start)
                 fill(values, done, v, batch, kv_head, k_start)
@@ -302,6 +320,7 @@ def produce(
 def forward_kernel(*, dtype: str, width: int, is_causal: bool, tile: ForwardTile) -> Any:
     """Hopper's kernel, for operands of 16 bits that the copy engine can move."""
     groups, tile_k = tile.warpgroups, tile.tile_k
+    takes_q = o_takes_q(tile, width)
     tile_q = 64 * groups
     consumers = 128 * groups
     engine = Engine(hopper=True, threads=32)
@@ -362,10 +381,13 @@ def forward_kernel(*, dtype: str, width: int, is_causal: bool, tile: ForwardTile
                     T.wait_wgmma(0)
                     T.warpgroup_fence_operand(s, num_regs=tile_k // 2)
                     release(keys, done)
-                    if n == 1:
+                    if n == 1 and not takes_q:
                         T.barrier_arrive(queries.empty[0])
                     if n * tile_k > full:
-                        mask(s, q_start, (n - 1) * tile_k, seqlen_k, causal_offset)
+                        if is_causal:
+                            mask(s, q_start, (n - 1) * tile_k, seqlen_k, causal_offset)
+                        else:
+                            mask_past_end(s, (n - 1) * tile_k, seqlen_k)
                     online_softmax(s, row, grown, factor, factor_huge)
                     for t in T.serial(1, n):
                         # The wait for P V stands before the next product, not behind this softmax:
@@ -397,7 +419,7 @@ def forward_kernel(*, dtype: str, width: int, is_causal: bool, tile: ForwardTile
                         T.wait_wgmma(1)
                         T.warpgroup_fence_operand(s, num_regs=tile_k // 2)
                         release(keys, done + 1)
-                        if t == n - 1:
+                        if t == n - 1 and not takes_q:
                             T.barrier_arrive(queries.empty[0])
                         if is_causal:
                             if (n - t) * tile_k > full:
@@ -418,16 +440,22 @@ def forward_kernel(*, dtype: str, width: int, is_causal: bool, tile: ForwardTile
                     T.warpgroup_fence_operand(acc, num_regs=width // 2)
                     release(values, done)
                     done = done + 1
-                else:
+                elif not takes_q:
                     T.barrier_arrive(queries.empty[0])
                 batch, head = batch_and_head(index, num_tiles, num_heads)
                 finish(acc, row, lse, batch, head, q_start, factor, causal_offset)
                 T.tma_store_wait(0)  # until the copy engine has read the tile before
                 T.sync_threads(meet, 128)
-                T.copy(acc, o_tiles[group, :, :])
+                # Not known before the loop, where ptxas would else compute the places of a thread's
+                # part of O, and spill them.
+                slot = group + T.min(q_start, 0)
+                T.copy(acc, o_tiles[slot, :, :])
                 T.fence_proxy_async()
                 T.sync_threads(meet, 128)
                 T.tma_copy(o_tiles[group, :, :], o[batch, head, q_start : q_start + 64, 0:width])
+                if takes_q:
+                    T.tma_store_wait(0)
+                    T.barrier_arrive(queries.empty[0])
         T.tma_store_wait(0)
         if tile.take_turns and group == 0:
             T.sync_threads(turn, 256)  # a turn that nobody takes: each arrival is met
@@ -459,8 +487,7 @@ def forward_kernel(*, dtype: str, width: int, is_causal: bool, tile: ForwardTile
             )
             keys = ring(tile.num_stages, tile_k, width, dtype, consumers)
             values = ring(tile.num_stages, tile_k, width, dtype, consumers)
-            o_tiles = T.alloc_shared([groups, 64, width], dtype)
-            T.annotate_layout({o_tiles: make_swizzled_layout(o_tiles)})
+            o_tiles = place_of_o(takes_q, queries, dtype)
             thread = T.get_thread_binding()
             if thread < 128:
                 T.inc_max_nreg(tile.registers)
@@ -484,7 +511,7 @@ def forward_kernel(*, dtype: str, width: int, is_causal: bool, tile: ForwardTile
                 T.dec_max_nreg(PRODUCER_REGISTERS)
                 if thread < consumers + 32:
                     produce(
-                        is_causal, q, k, v, queries, keys, values,
+                        is_causal, takes_q, q, k, v, queries, keys, values,
                         causal_offset, num_tiles, group_size, total, program, programs,
                     )  # fmt: skip
 
@@ -561,6 +588,14 @@ def mask(s, q_start, k_start, seqlen_k, causal_offset):
     for start in T.unroll(tile_k // 8):
         for i, j in T.Parallel(rows, 8):
             s[i, start * 8 + j] = T.if_then_else(start * 8 < seen[i, j], s[i, start * 8 + j], -INF)
+
+
+@T.macro
+def mask_past_end(s, k_start, seqlen_k):
+    """Let no row see a key past seqlen_k."""
+    rows, tile_k = s.shape
+    for i, j in T.Parallel(rows, tile_k):
+        s[i, j] = T.if_then_else(k_start + j < seqlen_k, s[i, j], -INF)
 
 
 @T.macro

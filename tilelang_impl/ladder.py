@@ -28,7 +28,6 @@ from typing import Any
 import tilelang.language as T
 import torch
 from tilelang import PassConfigKey
-from tilelang.layout import make_swizzled_layout
 
 from flash_rosetta.copy_engine import can_move
 from flash_rosetta.kernels import exponent_scale
@@ -54,6 +53,7 @@ from flash_rosetta.tilelang_impl.forward import (
     num_key_tiles,
     online_softmax,
     persistent_programs,
+    place_of_o,
     produce,
     register,
     release,
@@ -67,6 +67,7 @@ from flash_rosetta.tilelang_impl.tiles import (
     LADDER_FORWARD,
     PRODUCER_REGISTERS,
     ForwardTile,
+    o_takes_q,
     padded_head_dim,
     tiles_for,
 )
@@ -281,6 +282,7 @@ def hopper_rung_kernel(
 ) -> Any:
     """The rung tma, or to `specialize`, the one above it."""
     groups, tile_k = tile.warpgroups, tile.tile_k
+    takes_q = o_takes_q(tile, width)
     tile_q = 64 * groups
     consumers = 128 * groups
     engine = Engine(hopper=True, threads=32)
@@ -351,7 +353,7 @@ def hopper_rung_kernel(
                     T.wait_wgmma(0)
                     T.warpgroup_fence_operand(s, num_regs=tile_k // 2)
                     release(keys, done)
-                    if t == n - 1:
+                    if t == n - 1 and not takes_q:
                         T.barrier_arrive(queries.empty[0])
                     if (n - t) * tile_k > full:
                         mask(s, q_start, (n - 1 - t) * tile_k, seqlen_k, causal_offset)
@@ -366,7 +368,7 @@ def hopper_rung_kernel(
                     T.warpgroup_fence_operand(acc, num_regs=width // 2)
                     release(values, done)
                     done = done + 1
-                if n == 0:
+                if n == 0 and not takes_q:
                     T.barrier_arrive(queries.empty[0])
                 finish(acc, row, lse, batch, head, q_start, factor, causal_offset)
                 T.tma_store_wait(0)  # until the copy engine has read the tile before
@@ -375,6 +377,9 @@ def hopper_rung_kernel(
                 T.fence_proxy_async()
                 T.sync_threads(meet, 128)
                 T.tma_copy(o_tiles[group, :, :], o[batch, head, q_start : q_start + 64, 0:width])
+                if takes_q:
+                    T.tma_store_wait(0)
+                    T.barrier_arrive(queries.empty[0])
         T.tma_store_wait(0)
 
     @T.prim_func
@@ -404,8 +409,7 @@ def hopper_rung_kernel(
             )
             keys = ring(tile.num_stages, tile_k, width, dtype, consumers)
             values = ring(tile.num_stages, tile_k, width, dtype, consumers)
-            o_tiles = T.alloc_shared([groups, 64, width], dtype)
-            T.annotate_layout({o_tiles: make_swizzled_layout(o_tiles)})
+            o_tiles = place_of_o(takes_q, queries, dtype)
             thread = T.get_thread_binding()
             if thread < 128:
                 if specialize:
@@ -432,7 +436,7 @@ def hopper_rung_kernel(
                 T.dec_max_nreg(PRODUCER_REGISTERS)
                 if thread < consumers + 32:
                     produce(
-                        is_causal, q, k, v, queries, keys, values,
+                        is_causal, takes_q, q, k, v, queries, keys, values,
                         causal_offset, num_tiles, group_size, total, program, programs,
                     )  # fmt: skip
 

@@ -2,7 +2,8 @@
 
 Shared memory of a program, in bytes, for operands of `itemsize` bytes and head_dim padded to D
 (exact fp32 counts twice: each number is held as two):
-    forward (tile_q + 2 num_stages tile_k) D itemsize, and tile_q D itemsize for O on Hopper
+    forward (tile_q + 2 num_stages tile_k) D itemsize, and on Hopper tile_q D itemsize for O, which
+        lies where Q was if that is too much
     dk/dv (2 tile_k + 2 num_stages tile_q) D itemsize
     dq (2 tile_q + 2 num_stages tile_k) D itemsize
     in one pass as dk/dv, and tile_q tile_k itemsize for dS
@@ -13,6 +14,7 @@ use 227 KB on sm_90 and sm_100, 163 KB on sm_80, 99 KB on sm_86, sm_89 and sm_12
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -115,9 +117,24 @@ HOPPER = {
     ),
 }
 
-# Many keys and no mask: three warpgroups that share them. When causal, the two programs win.
-LONG_FORWARD = {64: ForwardTile(192, 128, num_stages=3, registers=160, take_turns=True)}  # 144 KB
-LONG = 2048
+
+class Long(NamedTuple):
+    """The forward's tile from so many queries on."""
+
+    seqlen_q: int
+    forward: ForwardTile
+
+
+# By width and is_causal. Three warpgroups that share keys: short problems pay for the rows that 192
+# leave over, and, when causal, for programs that differ more in length. A third stage only costs.
+# At a width of 256, O where Q was leaves room for more keys, of which each is read for more rows.
+LONG = {
+    (64, False): Long(2048, ForwardTile(192, 128, 2, registers=160, take_turns=True)),  # 112 KB
+    (64, True): Long(8192, ForwardTile(192, 112, 2, registers=160, take_turns=True)),  # 104 KB
+    (128, False): Long(8192, ForwardTile(192, 80, 2, registers=160, take_turns=True)),  # 176 KB
+    (256, False): Long(1024, ForwardTile(128, 80, 2)),  # 224 KB
+    (256, True): Long(2048, ForwardTile(128, 80, 2)),
+}
 
 # The backward in one pass that adds dQ to memory. On Hopper 128 keys a program, for half the
 # additions of 64, as two warpgroups of 64 each.
@@ -211,9 +228,9 @@ def tiles_for(problem: Problem, hopper: bool) -> Tiles:
     """The tiles that run `problem`; `hopper`: with the copy engine and warpgroup products."""
     width = padded_head_dim(problem.head_dim)
     if hopper:
-        tiles = HOPPER[width]
-        if width in LONG_FORWARD and problem.seqlen_q >= LONG and not problem.is_causal:
-            tiles = replace(tiles, forward=LONG_FORWARD[width])
+        tiles, long = HOPPER[width], LONG.get((width, problem.is_causal))
+        if long and problem.seqlen_q >= long.seqlen_q:
+            tiles = replace(tiles, forward=long.forward)
         return tiles
     if problem.dtype != torch.float32:
         return PORTABLE[width]
@@ -247,8 +264,21 @@ def hopper_tile(size: ForwardTileSize, width: int, is_causal: bool) -> ForwardTi
 
 def hopper_forward_bytes(tile: ForwardTile, width: int) -> int:
     """Shared memory of a program of Hopper's forward: its tiles, and its barriers before them."""
+    return _bytes(tile, width, o_tiles=0 if o_takes_q(tile, width) else 1)
+
+
+def o_takes_q(tile: ForwardTile, width: int) -> bool:
+    """Whether O is stored from where the query tile was, as there is no room for both.
+
+    The next query tile then waits for that, which short problems notice.
+    """
+    return _bytes(tile, width, o_tiles=1) > MOST_SHARED_BYTES
+
+
+def _bytes(tile: ForwardTile, width: int, o_tiles: int) -> int:
     barriers = 1024  # a few of 8 bytes, after which the tiles start at a multiple of this
-    return 2 * (tile.tile_q + tile.num_stages * tile.tile_k) * width * 2 + barriers
+    rows = (1 + o_tiles) * tile.tile_q + 2 * tile.num_stages * tile.tile_k
+    return rows * width * 2 + barriers
 
 
 def register_demands(

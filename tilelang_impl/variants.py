@@ -85,7 +85,7 @@ def tile_sizes() -> list[ForwardTileSize]:
     return [
         ForwardTileSize(tile_q, tile_k, tile_q // 16, num_stages)
         for tile_q in (64, 128, 192)
-        for tile_k in (32, 64, 96, 128, 192)
+        for tile_k in (32, 64, 80, 96, 128, 192)
         for num_stages in (2, 3)
     ]
 
