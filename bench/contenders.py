@@ -114,23 +114,21 @@ class BackendContender:
         return lambda: backend.backward(do, None, q, k, v, o, lse, problem)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
-        return _one_output(
-            attention(
-                q,
-                k,
-                v,
-                is_causal=problem.is_causal,
-                causal_alignment=problem.causal_alignment,
-                scale=problem.scale,
-                backend=self.name,
-            )
+        return attention(
+            q,
+            k,
+            v,
+            is_causal=problem.is_causal,
+            causal_alignment=problem.causal_alignment,
+            scale=problem.scale,
+            backend=self.name,
         )
 
     def chosen(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     def call(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _one_output(attention(q, k, v, backend=self.name))
+        return attention(q, k, v, backend=self.name)
 
 
 class SdpaContender:
@@ -342,12 +340,6 @@ class FlexContender:
                 None, None, problem.seqlen_q, problem.seqlen_k, device=device,
             )  # fmt: skip
         return options
-
-
-def _one_output(o: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-    if isinstance(o, tuple):
-        raise TypeError("attention returned a pair though lse was not asked for")
-    return o
 
 
 def _leaves(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -83,6 +83,29 @@ def test_generation_from_a_cache_gives_the_same_tokens(lengths):
     assert outputs[0].shape[1] == max(lengths) + 12
 
 
+@pytest.mark.parametrize("lengths", [(11,), (11, 8)])
+def test_a_prompt_in_pieces_sees_what_is_in_the_cache(lengths):
+    """Several queries behind those of a cache: the first of them sees more than one key."""
+    inputs = padded(lengths, "left")
+    counts = inputs["attention_mask"][:, 6:].bool()
+    found = []
+    for attention in ("sdpa", register("reference")):
+        model = llama(attention)
+        with torch.no_grad():
+            first = model(
+                input_ids=inputs["input_ids"][:, :6],
+                attention_mask=inputs["attention_mask"][:, :6],
+                use_cache=True,
+            )
+            rest = model(
+                input_ids=inputs["input_ids"][:, 6:],
+                attention_mask=inputs["attention_mask"],
+                past_key_values=first.past_key_values,
+            )
+        found.append(rest.logits[counts])
+    torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-4)
+
+
 def test_it_is_the_backend_that_runs(monkeypatch):
     called = []
     from flash_rosetta import hugging_face

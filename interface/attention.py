@@ -7,6 +7,7 @@ import numbers
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -15,6 +16,48 @@ from flash_rosetta import ops, registry
 from flash_rosetta.problem import DTYPE_NAMES, CausalAlignment, Problem
 
 BACKEND_VARIABLE = "FLASH_ROSETTA_BACKEND"
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    is_causal: bool = ...,
+    causal_alignment: CausalAlignment = ...,
+    scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    backend: str | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    is_causal: bool = ...,
+    causal_alignment: CausalAlignment = ...,
+    scale: float | None = ...,
+    return_lse: Literal[True],
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    is_causal: bool = ...,
+    causal_alignment: CausalAlignment = ...,
+    scale: float | None = ...,
+    return_lse: bool,
+    backend: str | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def attention(

@@ -82,7 +82,7 @@ def _attend(
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # Queries are the last of the sequence: what came before them is in a cache.
-        o = attention(
+        return attention(
             q,
             k,
             v,
@@ -91,9 +91,6 @@ def _attend(
             scale=scaling,
             backend=backend,
         )
-        if isinstance(o, tuple):
-            raise TypeError("attention returned a pair though lse was not asked for")
-        return o
 
     if attention_mask is None:
         return attend(query, key, value).transpose(1, 2).contiguous(), None
