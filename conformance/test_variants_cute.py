@@ -163,7 +163,7 @@ def _recipe(variant: str, **changes: Any) -> Any:
         (
             "atomics",
             {"deterministic": True, "needs_backward": True},
-            "sums of dq come in any order",
+            "atomics add to dq in any order",
         ),
         ("atomics", {"head_dim": 256, "needs_backward": True}, "head_dim 256 is above 128"),
         ("second-pass", {"target": "sm_80", "needs_backward": True}, "target sm_80 is not sm_90"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from flash_rosetta import hopper
 from flash_rosetta.backend import Backend, KernelReport
 from flash_rosetta.cute_impl import variants
 from flash_rosetta.cute_impl.backward import plan_backward
@@ -64,7 +65,7 @@ class VariedCuteBackend(CuteBackend):
         return variants.rung(self, name)
 
     def tile_sizes(self, problem: Problem) -> list[ForwardTileSize]:
-        return variants.tile_sizes()
+        return hopper.tile_sizes()
 
     def with_tile(self, size: ForwardTileSize) -> Backend:
         return variants.with_tile(self, size)

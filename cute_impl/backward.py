@@ -82,7 +82,6 @@ from flash_rosetta.cute_impl.tiling import (
     Ring,
     as_left_operand,
     barriers,
-    can_use_tma,
     first_column_of,
     mover,
     multiply,
@@ -98,6 +97,7 @@ from flash_rosetta.cute_impl.tiling import (
     transposed,
 )
 from flash_rosetta.cute_impl.two_pass_backward import TwoPassRecipes, two_pass_recipes
+from flash_rosetta.hopper import can_use_tma
 from flash_rosetta.layout import LaunchKey, contiguous, launch_key
 from flash_rosetta.problem import Problem
 

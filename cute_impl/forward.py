@@ -59,7 +59,6 @@ from flash_rosetta.cute_impl.tiling import (
     Ring,
     as_left_operand,
     barriers,
-    can_use_tma,
     first_column_of,
     mover,
     multiply,
@@ -72,6 +71,7 @@ from flash_rosetta.cute_impl.tiling import (
     tiles_of,
     transposed,
 )
+from flash_rosetta.hopper import can_use_tma
 from flash_rosetta.kernels import exponent_scale, last_key_offset
 from flash_rosetta.layout import LaunchKey, contiguous, launch_key
 from flash_rosetta.problem import Problem

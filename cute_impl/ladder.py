@@ -48,7 +48,6 @@ from flash_rosetta.cute_impl.tiles import (
 from flash_rosetta.cute_impl.tiling import (
     Fixed,
     as_left_operand,
-    can_use_tma,
     first_column_of,
     multiply,
     rounded,
@@ -56,6 +55,7 @@ from flash_rosetta.cute_impl.tiling import (
     tiles_of,
     transposed,
 )
+from flash_rosetta.hopper import can_use_tma
 from flash_rosetta.kernels import exponent_scale, last_key_offset
 from flash_rosetta.layout import LaunchKey
 from flash_rosetta.problem import Problem

@@ -18,10 +18,6 @@ from cutlass import Boolean, Int32, Uint32
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 
-from flash_rosetta import copy_engine
-from flash_rosetta.layout import Layout
-from flash_rosetta.problem import Problem
-
 DTYPES = {
     torch.float16: cutlass.Float16,
     torch.bfloat16: cutlass.BFloat16,
@@ -33,15 +29,6 @@ PRODUCER_REGISTERS = 24
 
 CONSUMER_REGISTERS = 240
 """What a thread of two warpgroups beside a producer's gets: all start with 168."""
-
-
-def can_use_tma(problem: Problem, *inputs: Layout) -> bool:
-    """Whether Hopper's copy engine can move tiles of the inputs and of our outputs.
-
-    fp32 has no use for it: its products need more than a copy.
-    """
-    halves = problem.dtype.itemsize == 2
-    return problem.target == "sm_90" and halves and copy_engine.can_move(problem, *inputs)
 
 
 def strided(dtype: torch.dtype, rank: int, tma: bool) -> cute.Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from flash_rosetta.backend import Backend, KernelReport
@@ -212,6 +213,16 @@ def check_rung(name: str) -> None:
         raise ValueError(
             f"a rung must be one of {', '.join(rung.name for rung in RUNGS)}; got {name!r}"
         )
+
+
+def refused_by_atomics(problem: Problem) -> list[str]:
+    """Why a backward that adds dq to memory cannot run a problem."""
+    reasons = []
+    if problem.dtype == torch.float32:
+        reasons.append("dtype torch.float32: the backward with atomics is for fp16 and bf16")
+    if problem.deterministic:
+        reasons.append("atomics add to dq in any order, and deterministic results are asked for")
+    return reasons
 
 
 def variant_of(backend: Backend, variant: str) -> Backend:

@@ -6,6 +6,7 @@ import torch
 from tilelang.contrib.cc import get_cplus_compiler
 from torch import Tensor
 
+from flash_rosetta import hopper
 from flash_rosetta.backend import Backend, KernelReport
 from flash_rosetta.kernels import MAX_HEAD_DIM, refused_sizes, refused_target
 from flash_rosetta.problem import Problem
@@ -60,7 +61,7 @@ class TileLangBackend:
         return variants.rung(self, name)
 
     def tile_sizes(self, problem: Problem) -> list[ForwardTileSize]:
-        return variants.tile_sizes()
+        return hopper.tile_sizes()
 
     def with_tile(self, size: ForwardTileSize) -> Backend:
         return variants.with_tile(self, size)

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from flash_rosetta.copy_engine import as_is, operand
+from flash_rosetta.hopper import can_use_tma
 from flash_rosetta.kernels import last_key_offset
 from flash_rosetta.layout import LaunchKey, contiguous, launch_key
 from flash_rosetta.problem import Problem
@@ -46,7 +47,6 @@ from flash_rosetta.tilelang_impl.tiling import (
     Engine,
     await_products,
     await_tiles,
-    can_use_tma,
     filling,
     load_tile,
     multiply,

@@ -38,6 +38,7 @@ from tilelang.layout import make_swizzled_layout
 from torch import Tensor
 
 from flash_rosetta.copy_engine import as_is, operand
+from flash_rosetta.hopper import can_use_tma
 from flash_rosetta.kernels import exponent_scale, last_key_offset
 from flash_rosetta.layout import LaunchKey, contiguous, launch_key
 from flash_rosetta.problem import Problem
@@ -52,7 +53,6 @@ from flash_rosetta.tilelang_impl.tiles import (
 from flash_rosetta.tilelang_impl.tiling import (
     DTYPES,
     Engine,
-    can_use_tma,
     load_tile,
     multiply,
     parts_of,

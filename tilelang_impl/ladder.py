@@ -30,6 +30,7 @@ import torch
 from tilelang import PassConfigKey
 
 from flash_rosetta.copy_engine import can_move
+from flash_rosetta.hopper import can_use_tma
 from flash_rosetta.kernels import exponent_scale
 from flash_rosetta.layout import LaunchKey
 from flash_rosetta.problem import Problem
@@ -73,7 +74,6 @@ from flash_rosetta.tilelang_impl.tiles import (
 )
 from flash_rosetta.tilelang_impl.tiling import (
     Engine,
-    can_use_tma,
     load_tile,
     multiply,
     parts_of,

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import tilelang.language as T
 import torch
 
-from flash_rosetta import copy_engine
-from flash_rosetta.layout import Layout
 from flash_rosetta.problem import Problem
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -37,15 +35,6 @@ class Engine:
 def parts_of(problem: Problem) -> int:
     """2 where fp32 must be exact: three TF32 products for each then, an error near 1e-6."""
     return 2 if problem.dtype == torch.float32 and not problem.allow_tf32 else 1
-
-
-def can_use_tma(problem: Problem, *inputs: Layout) -> bool:
-    """Whether Hopper's copy engine can move tiles of the inputs and of our outputs.
-
-    fp32 has no use for it: its products need more than a copy.
-    """
-    halves = problem.dtype.itemsize == 2
-    return problem.target == "sm_90" and halves and copy_engine.can_move(problem, *inputs)
 
 
 def strided(name: str, shape: tuple, dtype: str, engine: Engine):

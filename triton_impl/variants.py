@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache, partial
 
-import torch
 from torch import Tensor
 
 from flash_rosetta.backend import Backend
@@ -32,6 +31,7 @@ from flash_rosetta.variants import (
     ForwardTileSize,
     ForwardVariant,
     check_rung,
+    refused_by_atomics,
 )
 
 
@@ -51,7 +51,7 @@ def rung(shipped: Backend, name: str, full_name: str | None = None) -> Backend:
         if name == "specialize" and not reasons:
             reasons += cannot_specialize(problem)
         if name == "atomics":
-            reasons += _refused_by_atomics(problem)
+            reasons += refused_by_atomics(problem)
         return reasons
 
     if name in RUNGS:
@@ -131,12 +131,3 @@ def _refused_by_tma(problem: Problem) -> list[str]:
     if has_copy_engine(problem.target):
         return []
     return [f"target {problem.target} has no copy engine, which this rung is about"]
-
-
-def _refused_by_atomics(problem: Problem) -> list[str]:
-    reasons = []
-    if problem.dtype == torch.float32:
-        reasons.append("dtype torch.float32: the backward with atomics is for fp16 and bf16")
-    if problem.deterministic:
-        reasons.append("atomics add to dq in any order, and deterministic results are asked for")
-    return reasons
