@@ -725,7 +725,13 @@ MUTANTS = (
         "triton_tiny_scale_meets_the_mask",
         "PyTorch 2.13's CPU kernel: conformance/FINDINGS.md",
         Test("test_properties.py", "test_a_scale_below_fp32_makes_a_mean"),
-        [Edit("if factor < torch.finfo(torch.float32).tiny:", "if False:", times=2)],
+        [
+            Edit(
+                "factor, _, sign = exponent_scale(problem)",
+                "factor, sign = abs(problem.scale) * 1.4426950408889634, 1",
+                times=2,
+            )
+        ],
     ),
     KernelMutant(
         "triton_multiply_add_overflows",

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import flash_rosetta
-from flash_rosetta import Problem
+from flash_rosetta import Problem, Unsupported
 from flash_rosetta.conformance import (
     capabilities,
     cases,
@@ -444,6 +444,26 @@ def test_the_gpu_lane_has_what_the_contract_demands():
     assert any(p.batch * p.num_heads > 65535 for p in problems)
     assert {case.layout for case in listed} == set(cases.LAYOUTS)
     assert {case.values for case in listed} == set(cases.VALUES)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_dense", "outcome"),
+    [
+        ("toy:64x64w4s2", False, pytest.skip.Exception),
+        ("toy:64x64w4s2", True, Unsupported),
+        ("toy:skip", False, Unsupported),
+        ("toy", False, Unsupported),
+    ],
+)
+def test_only_tile_variants_may_refuse_strides(monkeypatch, name, is_dense, outcome):
+    def refuse(q, k, v, *, backend):
+        raise Unsupported(backend, ["strides"], checks.problem_of(q, k, v))
+
+    monkeypatch.setattr(checks.registry, "why_not", lambda *_: [])
+    monkeypatch.setattr(flash_rosetta, "attention", refuse)
+    q = torch.randn(1, 1, 4, 16)[..., :: 1 if is_dense else 2]
+    with pytest.raises(outcome, match="strides"):
+        checks.attention(name, q, q, q)
 
 
 @pytest.mark.parametrize("layout", cases.LAYOUTS)

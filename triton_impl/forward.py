@@ -22,14 +22,15 @@ What lives where
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from flash_rosetta.kernels import exponent_scale
 from flash_rosetta.layout import LaunchKey, contiguous, launch_key
 from flash_rosetta.problem import Problem
 from flash_rosetta.triton_impl.launch import Launch, Recipe, dot_precision
@@ -59,27 +60,43 @@ def plan_forward(
 @lru_cache(maxsize=4096)  # a small problem's time is mostly what the host does before it runs
 def _recipe(key: LaunchKey, tile: Tile | None) -> Recipe:
     problem = key.problem
-    q, k, v = key.layouts
-    o = contiguous(*q.shape)
     tile = tile or tiles_for(problem).forward
-    width = padded_head_dim(problem.head_dim)
-    tma = can_use_tma(problem, q, k, v)
-    factor = abs(problem.scale) * math.log2(math.e)
-    if factor < torch.finfo(torch.float32).tiny:
-        factor = 0.0
-    return Recipe(
+    factor, _, sign = exponent_scale(problem)
+    return recipe_with(
         forward_kernel,
+        key,
+        tile,
+        factor,
+        can_use_tma(problem, *key.layouts),
+        SIGN=int(sign),
+        EVEN_K=problem.seqlen_k % tile.tile_k == 0,
+        Q_IN_REGISTERS=tile.q_in_registers,
+    )
+
+
+def recipe_with(
+    kernel: Any, key: LaunchKey, tile: Tile, factor: float, tma: bool, **options: Any
+) -> Recipe:
+    """What launches of a forward kernel have in common; `options`: what it alone is compiled with.
+
+    `factor`: what it multiplies scores by; `tma`: the copy engine moves its tiles.
+    """
+    problem = key.problem
+    q, k, v = key.layouts
+    width = padded_head_dim(problem.head_dim)
+    return Recipe(
+        kernel,
         key.device,
         grid=triton.cdiv(problem.seqlen_q, tile.tile_q) * problem.num_heads * problem.batch,
         operands=(
             operand(q, tile.tile_q, width, tma),
             operand(k, tile.tile_k, width, tma),
             operand(v, tile.tile_k, width, tma),
-            operand(o, tile.tile_q, width, tma),
+            operand(contiguous(*q.shape), tile.tile_q, width, tma),
             pointer,
         ),
         scalars=(
-            factor or 1.0,
+            factor,
             problem.num_heads,
             problem.group_size,
             problem.seqlen_q,
@@ -92,13 +109,11 @@ def _recipe(key: LaunchKey, tile: Tile | None) -> Recipe:
             "TILE_Q": tile.tile_q,
             "TILE_K": tile.tile_k,
             "IS_CAUSAL": problem.is_causal,
-            "EVEN_K": problem.seqlen_k % tile.tile_k == 0,
-            "SIGN": 0 if factor == 0.0 else int(math.copysign(1, problem.scale)),
             "TMA": tma,
             "PRECISION": dot_precision(problem),
-            "Q_IN_REGISTERS": tile.q_in_registers,
             "num_warps": tile.num_warps,
             "num_stages": tile.num_stages,
+            **options,
         },
     )
 

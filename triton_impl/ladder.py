@@ -28,7 +28,6 @@ What lives where
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache, partial
 
 import torch
@@ -36,13 +35,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_rosetta.layout import LaunchKey, contiguous, launch_key
+from flash_rosetta.kernels import exponent_scale
+from flash_rosetta.layout import LaunchKey, launch_key
 from flash_rosetta.problem import Problem
 from flash_rosetta.triton_impl.compile_only import compile_only
-from flash_rosetta.triton_impl.forward import HUGE, SIZES, key_ranges, tile_of_program, visible
-from flash_rosetta.triton_impl.launch import Launch, Recipe, dot_precision
+from flash_rosetta.triton_impl.forward import (
+    HUGE,
+    SIZES,
+    key_ranges,
+    recipe_with,
+    tile_of_program,
+    visible,
+)
+from flash_rosetta.triton_impl.launch import Launch, Recipe
 from flash_rosetta.triton_impl.tiles import BASELINE, padded_head_dim, tiles_for
-from flash_rosetta.triton_impl.tiling import can_use_tma, load_tile, operand, pointer, store_tile
+from flash_rosetta.triton_impl.tiling import can_use_tma, load_tile, store_tile
 
 RUNGS = ("baseline", "tiles", "skip", "mask", "exp2", "cast", "tma", "specialize")
 """From the bottom."""
@@ -106,53 +113,23 @@ def _not_specialized(problem: Problem) -> tuple[str, ...]:
 @lru_cache(maxsize=4096)
 def _recipe(key: LaunchKey, rung: str) -> Recipe:
     problem = key.problem
-    q, k, v = key.layouts
-    o = contiguous(*q.shape)
     has = RUNGS[: RUNGS.index(rung) + 1]
-    tile = tiles_for(problem).forward if "tiles" in has else BASELINE
-    width = padded_head_dim(problem.head_dim)
     # What the copy engine cannot move goes by pointers, as in `forward.py`, and by no warp apart.
-    tma = "tma" in has and can_use_tma(problem, q, k, v)
+    tma = "tma" in has and can_use_tma(problem, *key.layouts)
     specialize = tma and "specialize" in has
-    factor = abs(problem.scale) * math.log2(math.e)
-    if factor < torch.finfo(torch.float32).tiny:
-        factor = 0.0
-    return Recipe(
+    factor, _, sign = exponent_scale(problem)
+    return recipe_with(
         rung_kernel,
-        key.device,
-        grid=triton.cdiv(problem.seqlen_q, tile.tile_q) * problem.num_heads * problem.batch,
-        operands=(
-            operand(q, tile.tile_q, width, tma),
-            operand(k, tile.tile_k, width, tma),
-            operand(v, tile.tile_k, width, tma),
-            operand(o, tile.tile_q, width, tma),
-            pointer,
-        ),
-        scalars=(
-            (factor or 1.0) if "exp2" in has else problem.scale,
-            problem.num_heads,
-            problem.group_size,
-            problem.seqlen_q,
-            problem.seqlen_k,
-            problem.head_dim,
-            problem.causal_offset,
-        ),
-        options={
-            "HEAD_DIM": width,
-            "TILE_Q": tile.tile_q,
-            "TILE_K": tile.tile_k,
-            "IS_CAUSAL": problem.is_causal,
-            "SKIP": "skip" in has,
-            "MASK_ENDS": "mask" in has and not specialize,
-            "EXP2": "exp2" in has,
-            "SIGN": 0 if factor == 0.0 else int(math.copysign(1, problem.scale)),
-            "CAST": "cast" in has or problem.dtype == torch.float32,
-            "TMA": tma,
-            "SPECIALIZE": specialize,
-            "PRECISION": dot_precision(problem),
-            "num_warps": tile.num_warps,
-            "num_stages": tile.num_stages,
-        },
+        key,
+        tiles_for(problem).forward if "tiles" in has else BASELINE,
+        factor if "exp2" in has else problem.scale,
+        tma,
+        SKIP="skip" in has,
+        MASK_ENDS="mask" in has and not specialize,
+        EXP2="exp2" in has,
+        SIGN=int(sign),
+        CAST="cast" in has or problem.dtype == torch.float32,
+        SPECIALIZE=specialize,
     )
 
 
