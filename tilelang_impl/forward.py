@@ -22,7 +22,8 @@ Constraints
 
 What lives where
     registers: S and P [rows, tile_k], acc [rows, head_dim], m [rows], l [rows, 8], in fp32
-    shared memory: the query tile, key and value tiles; on Hopper rings of them, and O to be stored
+    shared memory: the query tile, key and value tiles; on Hopper rings of them, and O to be stored,
+        where there is no room for it in the query tile's place
     HBM: q, k, v read; o, lse written; never S or P
 """
 
