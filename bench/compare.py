@@ -270,9 +270,10 @@ def _print(shown: list[Section]) -> None:
             if isinstance(block, Table):
                 table = RichTable(box=box.SIMPLE_HEAD)
                 for i, heading in enumerate(block.header):
-                    table.add_column(
-                        heading, justify="left" if i < block.left else "right", no_wrap=True
-                    )
+                    if i < block.left:
+                        table.add_column(heading, overflow="fold")  # so that numbers stay whole
+                    else:
+                        table.add_column(heading, justify="right", no_wrap=True)
                 for row in block.rows:
                     table.add_row(*(cell.strip("`") for cell in row))
                 console.print(table, markup=False, highlight=False)

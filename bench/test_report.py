@@ -539,6 +539,15 @@ def test_two_commits_are_compared_heat_by_heat(tmp_path, capsys):
         compare.main([files[0], str(tmp_path / "none.json")])
 
 
+def test_a_long_name_leaves_numbers_whole(capsys):
+    numbers = ["12.2069", "11.6651", "1.048", "1.027 to 1.067", "noise"]
+    table = Table(["heat", "contender", *"ABCDE"], [["backward " * 9, "cute", *numbers]], left=2)
+    compare._print([Section("heats", (table,))])
+    printed = capsys.readouterr().out
+    assert all(number in printed for number in numbers), printed
+    assert printed.count("backward") == 9
+
+
 def test_what_drifts_alike_in_unchanged_kernels_is_no_change():
     a = a_card(1)
     warmer = a_card(2, dict.fromkeys(RATES, 0.95))
