@@ -14,12 +14,13 @@ from flash_rosetta import Problem, Unsupported, registry
 from flash_rosetta.conformance.compiling import compile_kernels, compiler_pool
 from flash_rosetta.variants import RUNGS, ForwardTileSize, Varied
 
-VARIED = ("triton", "tilelang", "cute")
+VARIED = {"triton": "triton", "tilelang": "tilelang", "cute": "cutlass"}
+"""Backends with variants, and what must be installed for them."""
 
 
 @pytest.mark.parametrize("name", VARIED)
 def test_every_rung_is_a_backend_under_its_name(name):
-    pytest.importorskip({"triton": "triton", "tilelang": "tilelang", "cute": "cutlass"}[name])
+    pytest.importorskip(VARIED[name])
     backend = registry.get(name)
     assert isinstance(backend, Varied)
     for rung in RUNGS:
@@ -33,7 +34,7 @@ def test_every_rung_is_a_backend_under_its_name(name):
 
 @pytest.mark.parametrize("name", VARIED)
 def test_a_size_of_tiles_says_what_it_needs_and_is_refused_where_that_is_not_there(name):
-    pytest.importorskip({"triton": "triton", "tilelang": "tilelang", "cute": "cutlass"}[name])
+    pytest.importorskip(VARIED[name])
     backend = registry.get(name)
     problem = Problem(batch=1, num_heads=1, seqlen_q=256, head_dim=128, target="sm_90")
     sizes = backend.tile_sizes(problem)
@@ -109,7 +110,7 @@ PRODUCER = ["triton:specialize", "cute:specialize", "cute:overlap"]
     ],
 )
 def test_rungs_compile_to_what_they_are_about(name, head_dim, is_causal, pool):
-    pytest.importorskip({"triton": "triton", "cute": "cutlass"}[name])
+    pytest.importorskip(VARIED[name])
     sizes = {"batch": 1, "num_heads": 2, "seqlen_q": 256, "head_dim": head_dim}
     problem = Problem(**sizes, is_causal=is_causal, target="sm_90")
     compiled = {}
@@ -203,3 +204,31 @@ def test_specialize_is_refused_for_releases_not_to_be_trusted(pool):
     future = compile_kernels(pool, "triton:specialize", problem)
     with pytest.raises(Unsupported, match=f"Triton {release} for sm_90 .*trusted: .*o is NaN"):
         future.result()
+
+
+@pytest.mark.parametrize("name", ["tilelang", "cute"])
+@pytest.mark.parametrize(
+    ("size", "complaint"),
+    [
+        ("96x64w6s2", "64, 128 or 192 query rows"),
+        ("64x64w8s2", "16 for each warp"),
+        ("64x24w4s2", "a multiple of 16"),
+        ("64x272w4s2", "16 to 256 keys"),
+        ("64x64w4s0", "one stage or more"),
+    ],
+)
+def test_a_size_that_hoppers_kernels_cannot_have_is_no_variant(name, size, complaint):
+    pytest.importorskip(VARIED[name])
+    with pytest.raises(ValueError, match=f"{complaint}.*got {size}"):
+        registry.get(f"{name}:{size}")
+
+
+@pytest.mark.parametrize("name", ["tilelang", "cute"])
+def test_strides_that_the_copy_engine_cannot_take_are_refused_by_its_tiles(name):
+    pytest.importorskip(VARIED[name])
+    sizes = {"batch": 2, "num_heads": 4, "seqlen_q": 8, "head_dim": 64, "target": "sm_90"}
+    problem = Problem(**sizes)
+    x = torch.empty(2, 4, 64, 8, dtype=problem.dtype).transpose(2, 3)
+    for _ in range(2):
+        with pytest.raises(Unsupported, match=rf"'{name}:64x64w4s2' cannot run .* unit stride"):
+            registry.get(f"{name}:64x64w4s2").forward(x, x, x, problem)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from flash_rosetta import Backend, Problem, Unsupported, registry
+from flash_rosetta import Backend, Problem, registry
 from flash_rosetta.conformance.compiling import compile_kernels, compiler_pool
 from flash_rosetta.variants import RUNGS, ForwardTileSize
 
@@ -156,25 +156,3 @@ def test_no_warpgroup_waits_for_registers_that_are_not_there(tilelang, tiles, he
 def test_what_a_variant_cannot_run_it_refuses_with_the_reason(variant, changes, reason):
     (found,) = registry.get(f"tilelang:{variant}").why_not(_problem(**changes))
     assert re.search(reason, found)
-
-
-def test_strides_that_the_copy_engine_cannot_take_are_refused_by_its_tiles():
-    problem = _problem(seqlen_q=8, head_dim=64)
-    x = torch.empty(2, 4, 64, 8, dtype=problem.dtype).transpose(2, 3)
-    with pytest.raises(Unsupported, match=r"'tilelang:64x64w4s2' cannot run .* unit stride"):
-        registry.get("tilelang:64x64w4s2").forward(x, x, x, problem)
-
-
-@pytest.mark.parametrize(
-    ("size", "complaint"),
-    [
-        ("96x64w6s2", "64, 128 or 192 query rows"),
-        ("64x64w8s2", "16 for each warp"),
-        ("64x24w4s2", "a multiple of 16"),
-        ("64x272w4s2", "16 to 256 keys"),
-        ("64x64w4s0", "one stage or more"),
-    ],
-)
-def test_a_size_that_is_none_of_the_kernels_is_no_variant(size, complaint):
-    with pytest.raises(ValueError, match=f"{complaint}.*got {size}"):
-        registry.get(f"tilelang:{size}")
