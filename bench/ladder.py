@@ -125,19 +125,15 @@ def _climb(
     tried = trial(
         names, direction, problem, compiled, watch, lab.device, budget=0.25, rounds=ROUNDS
     )
-    records = []
-    for climber in climbers:
-        outcome = compiled.get(Job(climber.name, problem, direction))
-        records.append(
-            {
-                "kind": "speed",
-                **_identity(climber, problem),
-                "direction": direction,
-                "compile_s": outcome.seconds if outcome else None,
-                **tried[climber.name],
-            }
-        )
-    return records
+    return [
+        {
+            "kind": "speed",
+            **_identity(climber, problem),
+            "direction": direction,
+            **tried[climber.name],
+        }
+        for climber in climbers
+    ]
 
 
 def _accuracy_problems(lab: Lab) -> Iterator[tuple[Problem, float]]:

@@ -79,13 +79,9 @@ def _sweep(
 ) -> list[Record]:
     """Judge all sizes of a backend, then time them in turns, the shipped forward among them."""
     about = {"backend": name, "problem": problem.id, "head_dim": problem.head_dim}
-    records: dict[str, Record] = {
-        name: {"kind": "shipped", **about, "size": None, "compile_s": None}
-    }
+    records: dict[str, Record] = {name: {"kind": "shipped", **about, "size": None}}
     for size in _sizes(name, problem, lab):
-        full_name = f"{name}{SEPARATOR}{size}"
-        outcome = compiled.get(Job(full_name, problem, "forward"))
-        records[full_name] = {
+        records[f"{name}{SEPARATOR}{size}"] = {
             "kind": "size",
             **about,
             "size": str(size),
@@ -94,7 +90,6 @@ def _sweep(
             "num_warps": size.num_warps,
             "num_stages": size.num_stages,
             "shared_bytes": registry.get(name).shared_bytes(size, problem),
-            "compile_s": outcome.seconds if outcome else None,
         }
     tried = trial(
         list(records), "forward", problem, compiled, watch, lab.device, budget=0.1, rounds=ROUNDS

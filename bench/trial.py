@@ -31,29 +31,27 @@ def trial(
     budget: float,
     rounds: int,
 ) -> dict[str, Record]:
-    """By name: the verdict ("right", "wrong", "skipped", "failed"), its reasons, and MEASURED.
+    """By name: the verdict ("right", "wrong", "skipped", "failed"), its reasons, and MEASURED;
+    `compile_s` of what was compiled beforehand.
 
     What failed when it was compiled beforehand is not run: here it might hang as well.
     """
-    errors = {
-        name: outcome.error
-        for name in names
-        if (outcome := compiled.get(Job(name, problem, direction))) and outcome.error
+    built = {
+        name: compiled.get(Job(name, problem, direction), Compiled(None, None)) for name in names
     }
     outcomes = run_heat(
         Workload("trial", problem, problem.inputs),
         direction,
-        [contender(name) for name in names if name not in errors],
+        [contender(name) for name in names if not built[name].error],
         watch,
         device,
         budget=budget,
         rounds=rounds,
     )
     return {
-        name: {"verdict": "failed", "reasons": [errors[name]]}
-        if name in errors
-        else _record(outcomes[name])
-        for name in names
+        name: {"compile_s": seconds}
+        | ({"verdict": "failed", "reasons": [error]} if error else _record(outcomes[name]))
+        for name, (seconds, error) in built.items()
     }
 
 
