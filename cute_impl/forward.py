@@ -23,8 +23,8 @@ Constraints
 
 What lives where
     registers: S and P [64, tile_k], acc [64, width], m [64], l [64, 8] of a warpgroup, in fp32
-    shared memory: rings of query, key and value tiles, O to be stored, where there is no room for
-        it in the query tile's place; the rings' barriers
+    shared memory: rings of query, key and value tiles and their barriers; O to be stored, in the
+        query tile's place where there is no room for both
     HBM: q, k, v read; o, lse written; never S or P
 """
 

@@ -65,7 +65,6 @@ def with_tile(shipped: Backend, size: ForwardTileSize) -> Backend:
         reasons = shipped.why_not(problem) + refused_by_hopper(problem)
         return reasons or _refused_by_size(size, problem)
 
-    @lru_cache(maxsize=4096)
     def recipe_of(key: LaunchKey) -> Recipe:
         return forward_recipe(key, _tile(size, key.problem))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -43,11 +44,13 @@ def only_by_tma(name: str, recipe_of: Callable[[LaunchKey], Any]) -> Callable[[L
     For others they raise Unsupported: `why_not` knows no strides.
     """
 
+    @lru_cache(maxsize=4096)
     def recipe_or_refusal(key: LaunchKey) -> Any:
         if not can_use_tma(key.problem, *filter(None, key.layouts)):
             reason = (
                 "the copy engine cannot move q, k and v: it takes rows of unit stride, other "
-                "strides that are multiples of 16 bytes, and memory aligned to 16"
+                "strides that are multiples of 16 bytes, and memory aligned to 16; clones that are "
+                "contiguous have all three"
             )
             raise Unsupported(name, [reason], key.problem)
         return recipe_of(key)

@@ -23,7 +23,7 @@ Constraints
 What lives where
     registers: S and P [rows, tile_k], acc [rows, head_dim], m [rows], l [rows, 8], in fp32
     shared memory: the query tile, key and value tiles; on Hopper rings of them, and O to be stored,
-        where there is no room for it in the query tile's place
+        in the query tile's place where there is no room for both
     HBM: q, k, v read; o, lse written; never S or P
 """
 
@@ -286,6 +286,25 @@ def fill_queries(queries, n, q, batch, head, q_start):
 
 
 @T.macro
+def store(takes_q, acc, o_tiles, slot, group, o, batch, head, q_start, meet, queries):
+    """Have the copy engine write a warpgroup's rows of one head, which meets at `meet`.
+
+    `slot` is `group`, the number of its tile, or says so later. The next queries may come to lie
+    there when it is read, where `takes_q`.
+    """
+    rows, width = o_tiles.shape[1:]
+    T.tma_store_wait(0)  # until the copy engine has read the tile before
+    T.sync_threads(meet, 128)
+    T.copy(acc, o_tiles[slot, :, :])
+    T.fence_proxy_async()
+    T.sync_threads(meet, 128)
+    T.tma_copy(o_tiles[group, :, :], o[batch, head, q_start : q_start + rows, 0:width])
+    if takes_q:
+        T.tma_store_wait(0)
+        T.barrier_arrive(queries.empty[0])
+
+
+@T.macro
 def produce(
     is_causal, queries_wait, q, k, v, queries, keys, values,
     causal_offset, num_tiles, group_size, total, program, programs,
@@ -445,18 +464,10 @@ def forward_kernel(*, dtype: str, width: int, is_causal: bool, tile: ForwardTile
                     T.barrier_arrive(queries.empty[0])
                 batch, head = batch_and_head(index, num_tiles, num_heads)
                 finish(acc, row, lse, batch, head, q_start, factor, causal_offset)
-                T.tma_store_wait(0)  # until the copy engine has read the tile before
-                T.sync_threads(meet, 128)
                 # Not known before the loop, where ptxas would else compute the places of a thread's
                 # part of O, and spill them.
                 slot = group + T.min(q_start, 0)
-                T.copy(acc, o_tiles[slot, :, :])
-                T.fence_proxy_async()
-                T.sync_threads(meet, 128)
-                T.tma_copy(o_tiles[group, :, :], o[batch, head, q_start : q_start + 64, 0:width])
-                if takes_q:
-                    T.tma_store_wait(0)
-                    T.barrier_arrive(queries.empty[0])
+                store(takes_q, acc, o_tiles, slot, group, o, batch, head, q_start, meet, queries)
         T.tma_store_wait(0)
         if tile.take_turns and group == 0:
             T.sync_threads(turn, 256)  # a turn that nobody takes: each arrival is met

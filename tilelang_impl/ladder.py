@@ -61,6 +61,7 @@ from flash_rosetta.tilelang_impl.forward import (
     rescale,
     ring,
     row_statistics,
+    store,
 )
 from flash_rosetta.tilelang_impl.launch import PASS_CONFIGS, Recipe
 from flash_rosetta.tilelang_impl.tiles import (
@@ -371,15 +372,7 @@ def hopper_rung_kernel(
                 if n == 0 and not takes_q:
                     T.barrier_arrive(queries.empty[0])
                 finish(acc, row, lse, batch, head, q_start, factor, causal_offset)
-                T.tma_store_wait(0)  # until the copy engine has read the tile before
-                T.sync_threads(meet, 128)
-                T.copy(acc, o_tiles[group, :, :])
-                T.fence_proxy_async()
-                T.sync_threads(meet, 128)
-                T.tma_copy(o_tiles[group, :, :], o[batch, head, q_start : q_start + 64, 0:width])
-                if takes_q:
-                    T.tma_store_wait(0)
-                    T.barrier_arrive(queries.empty[0])
+                store(takes_q, acc, o_tiles, group, group, o, batch, head, q_start, meet, queries)
         T.tma_store_wait(0)
 
     @T.prim_func
