@@ -106,7 +106,10 @@ def _not_specialized(problem: Problem) -> tuple[str, ...]:
         return (f"{compiler} gives loads no warps of their own for {kernel}",)
     if problem.target == "sm_90" and triton.__version__ in DISTRUSTED:
         cause = DISTRUSTED[triton.__version__]
-        return (f"{compiler} gives loads warps of their own, not to be trusted: {cause}",)
+        return (
+            f"{compiler} gives loads warps of their own, not to be trusted: {cause}; "
+            "the rung below, tma, does without",
+        )
     return ()
 
 
